@@ -2,8 +2,7 @@
 
 The test is the training loop (a Consumer) and the daemon (it accepts, reads the Hello, hands the connection on); the
 runner is a child process (runner_child.py) that obeys; over TCP the sender is a thread of the test and the receiver a
-process of its own, as they are in life. `Link` is that arrangement, for either lane; the contract tests run on both,
-and over TCP with each codec and under TLS too.
+process of its own, as they are in life. `Link` is that arrangement, for either lane.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import secrets
 import select
 import shutil
@@ -19,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +75,10 @@ class Runner:
         *,
         epoch: int = 0,
         shapes: Sequence[int] = (1, 2, 3),
-        structure: Callable[[int], tuple[int, int]] = lambda total: (1, 20),
     ) -> State:
-        """Let it make these batches as slots become free. structure: total -> id, bytes."""
+        """Let it make these batches as slots become free."""
         items = [
-            {
-                "kind": "batch",
-                "total": first + index,
-                "epoch": epoch,
-                "size": size,
-                "shapes": list(shapes),
-                "structure": structure(first + index),
-            }
+            {"kind": "batch", "total": first + index, "epoch": epoch, "size": size, "shapes": list(shapes)}
             for index, size in enumerate(sizes)
         ]
         return self.work(*items)
@@ -108,9 +98,6 @@ class Runner:
         self.process.kill()
         self.process.wait()
         self._control.close()
-
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
 
 class Link:
@@ -289,18 +276,13 @@ def tls_receiver(lane_tls: Tls) -> Iterator[Receiver]:
     receiver.stop()
 
 
-@pytest.fixture(params=["local", "handed over", "tcp", "tls+zstd"])
+@pytest.fixture(params=["local", "tcp", "tls+zstd"])
 def link(request: pytest.FixtureRequest, runner: Runner, receiver: Receiver) -> Iterator[Link]:
     """The lane under test, in all its kinds."""
     if request.param == "tls+zstd":
         found = request.getfixturevalue
         link = Link("tcp+zstd", runner, found("tls_receiver"), found("lane_tls"))
-    elif request.param == "handed over":
-        runner.ask("reset", max_batch_bytes=64 << 20, hands_over=True)
-        link = Link("local", runner, receiver)
     else:
         link = Link(request.param, runner, receiver)
     yield link
     link.close()
-    if runner.alive:
-        runner.ask("reset", max_batch_bytes=64 << 20)

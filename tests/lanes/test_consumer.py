@@ -8,20 +8,20 @@ import gc
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from census import open_as
-from lane_frames import a_frame, ack_of, frame_of
+from lane_frames import a_frame, ack_of
 from tests.lanes.conftest import count_rings
 
-from penstock.proto.errors import LaneLostError, ProtocolError
+from penstock.proto.errors import ProtocolError
 from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import (
     BATCH,
     END,
     ERROR,
     FRAME_BYTES,
-    HEAD,
     KNOWN_STRUCTURES,
     MAX_FRAME,
     MAX_PACKET,
@@ -96,63 +96,26 @@ def test_a_ring_and_its_descriptor_may_come_apart(pair: Pair) -> None:
     ring.close_fd()
 
 
-def test_receive_any_returns_announcements(pair: Pair) -> None:
-    peer, consumer = pair
-    announce(peer)
-    batch(peer, shapes=[1, 2])
-    kinds = []
-    while (frame := consumer.receive_any()) is not None:
-        assert frame == frame_of(consumer.framed[HEAD.size :])
-        kinds.append(frame.kind)
-    assert kinds == [RING, STRUCTURE, BATCH]
-
-
 @pytest.mark.parametrize(
-    ("sealed", "size", "announced", "says"),
+    ("sealed", "entry_bytes", "announced", "says"),
     [
-        (False, 4 * PAGE, 4, "must be sealed"),
-        (True, 4 * PAGE, 5, "entries of whole pages"),
-        (True, 3 * PAGE, 4, "entries of whole pages"),
-        (True, 4 * PAGE, 0, "entries of whole pages"),
+        (False, PAGE, 4, "must be sealed"),
+        (True, PAGE, 5, "entries of whole pages"),
+        (True, PAGE, 3, "entries of whole pages"),
+        (True, 1000, 4, "entries of whole pages"),
     ],
 )
-def test_unsealed_or_wrong_ring_is_never_mapped(pair: Pair, sealed: bool, size: int, announced: int, says: str) -> None:
+def test_unsealed_or_wrong_ring_is_never_mapped(
+    pair: Pair, sealed: bool, entry_bytes: int, announced: int, says: str
+) -> None:
     peer, consumer = pair
-    fd = memfd(size, sealed=sealed)
-    pass_ring(peer, fd, entries=announced)
+    fd = memfd(4 * entry_bytes, sealed=sealed)
+    pass_ring(peer, fd, entry_bytes=entry_bytes, entries=announced)
     os.close(fd)
     with pytest.raises(ProtocolError, match=says):
         consumer.receive()
     assert not open_as("/memfd:test")
     assert consumer.rings == {}
-
-
-def test_slots_must_be_whole_pages(pair: Pair) -> None:
-    peer, consumer = pair
-    fd = memfd(4 * 1000, sealed=True)
-    pass_ring(peer, fd, entry_bytes=1000)
-    os.close(fd)
-    with pytest.raises(ProtocolError, match="entries of whole pages"):
-        consumer.receive()
-
-
-def test_a_file_or_a_socket_is_no_ring(pair: Pair) -> None:
-    peer, consumer = pair
-    pass_ring(peer, peer.fileno())
-    with pytest.raises(ProtocolError, match="must be a memfd"):
-        consumer.receive()
-
-
-def test_a_ring_that_cannot_be_written_is_refused(pair: Pair) -> None:
-    peer, consumer = pair
-    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.posix_fallocate(fd, 0, 4 * PAGE)
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | fcntl.F_SEAL_WRITE
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    pass_ring(peer, fd)
-    os.close(fd)
-    with pytest.raises(ProtocolError, match="cannot be mapped"):
-        consumer.receive()
 
 
 def test_a_ring_of_huge_pages_is_refused(pair: Pair) -> None:
@@ -169,24 +132,7 @@ def test_a_ring_of_huge_pages_is_refused(pair: Pair) -> None:
     assert consumer.rings == {}
 
 
-@pytest.mark.parametrize("pages", [0, 1, 2, 3])
-def test_a_ring_with_holes_is_refused(pair: Pair, pages: int) -> None:
-    peer, consumer = pair
-    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, 4 * PAGE)
-    os.pwrite(fd, bytes(pages * PAGE), 0)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    pass_ring(peer, fd)
-    os.close(fd)
-    if pages < 2:
-        with pytest.raises(ProtocolError, match=rf"all {4 * PAGE} bytes .* allocated, got {pages * PAGE}"):
-            consumer.receive()
-    else:  # what the kernel says of pages is no promise
-        assert consumer.receive() is None
-        assert list(consumer.rings) == [1]
-
-
-@pytest.mark.parametrize("count", [0, 2, 4])
+@pytest.mark.parametrize("count", [0, 2])
 def test_a_ring_comes_with_exactly_one_descriptor(pair: Pair, count: int) -> None:
     peer, consumer = pair
     fd = memfd(4 * PAGE, sealed=True)
@@ -222,15 +168,6 @@ def test_number_of_unused_rings_is_bounded(pair: Pair) -> None:
     consumer.close()
     ring.close_fd()
     assert count_rings("self") == before
-
-
-def test_peer_vanishes_before_rings_descriptor(pair: Pair) -> None:
-    peer, consumer = pair
-    say(peer, kind=RING, ring=1, entry_bytes=PAGE, entries=4)
-    assert consumer.receive() is None
-    peer.close()
-    with pytest.raises(LaneLostError):
-        consumer.receive()
 
 
 def test_the_rings_of_a_box_share_its_memory() -> None:
@@ -299,29 +236,12 @@ def test_compiled_structure_is_dropped_with_it(pair: Pair) -> None:
     assert 0 not in consumer.compiled
 
 
-def test_no_way_back_to_an_older_ring(pair: Pair) -> None:
-    peer, consumer = pair
-    announce(peer)
-    ring = Ring.create(PAGE, 4)
-    pass_ring(peer, ring.fd, ring=2)
-    ring.close_fd()
-    for number in (1, 2, 1):
-        batch(peer, ring=number)
-    assert consumer.receive() is not None
-    assert consumer.receive() is not None
-    assert list(consumer.rings) == [2]
-    with pytest.raises(ProtocolError):
-        consumer.receive()
-
-
 @pytest.mark.parametrize(
     "pieces",
     [
-        [(1, b"abc", 2)],
         [(1, b"abc", 6), (1, b"abcd", 6)],
         [(1, b"abc", 6), (2, b"abc", 6)],
         [(1, b"", 6)],
-        [(1, b"abc", 6), (1, b"", 6)],
         [(1, b"abc", (4 << 20) + 1)],
     ],
 )
@@ -334,10 +254,9 @@ def test_pieces_of_a_structure_that_do_not_fit(pair: Pair, pieces: list[tuple[in
     assert consumer.structures == {}
 
 
-@pytest.mark.parametrize("kind", [0, 7, 255])
-def test_an_unknown_kind(pair: Pair, kind: int) -> None:
+def test_an_unknown_kind(pair: Pair) -> None:
     peer, consumer = pair
-    say(peer, kind=kind, total=1)
+    say(peer, kind=7, total=1)
     with pytest.raises(ProtocolError, match="must have a known kind, got"):
         consumer.receive()
 
@@ -353,7 +272,7 @@ def test_frame_too_large_is_an_error_not_cut(pair: Pair) -> None:
     assert len(consumer.framed) == MAX_PACKET
 
 
-@pytest.mark.parametrize("rest", [b"\0", b"\0\0\0", b"\5\0\0\0x", b"\xff\xff\xff\xff"])
+@pytest.mark.parametrize("rest", [b"\0\0\0", b"\5\0\0\0x"])
 def test_a_packet_that_ends_within_a_frame(pair: Pair, rest: bytes) -> None:
     peer, consumer = pair
     for before in (b"", framed(a_frame(kind=END, total=7).encode())):
@@ -417,17 +336,6 @@ def test_nothing_to_say_says_nothing(pair: Pair) -> None:
         peer.recv(1)
 
 
-def test_acks_gather_until_the_flush(pair: Pair) -> None:
-    peer, consumer = pair
-    for total in range(1, 5):
-        consumer.delivered(total)
-        consumer.release([1, total])
-    assert list(acks(peer)) == []
-    consumer.flush()
-    (ack,) = acks(peer)
-    assert (ack.delivered, list(ack.released)) == (4, [1, 1, 1, 2, 1, 3, 1, 4])
-
-
 def test_an_abandoned_epoch_has_its_last_batch_also_where_an_earlier_ack_had_it(pair: Pair) -> None:
     """The process that has read the earlier one may be killed."""
     peer, consumer = pair
@@ -474,19 +382,14 @@ class FromUser:
         return b"".join(number.to_bytes(4, "little") for number in (4242, self.uid, 0))
 
 
-@pytest.mark.parametrize(("me", "peer"), [(1000, 1000), (1000, 0), (0, 0)])
-def test_this_user_and_root_may_connect(monkeypatch: pytest.MonkeyPatch, me: int, peer: int) -> None:
+@pytest.mark.parametrize(
+    ("me", "peer", "may"), [(1000, 1000, True), (1000, 0, True), (1000, 1001, False), (0, 1000, False)]
+)
+def test_only_this_user_and_root_may_connect(monkeypatch: pytest.MonkeyPatch, me: int, peer: int, may: bool) -> None:
     monkeypatch.setattr(os, "getuid", lambda: me)
-    assert check_peer(FromUser(peer)) == 4242  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("me", "peer"), [(1000, 1001), (0, 1000), (1000, (1 << 32) - 2)])
-def test_no_other_user_may(monkeypatch: pytest.MonkeyPatch, me: int, peer: int) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: me)
-    with pytest.raises(ProtocolError, match=f"must run as user {me} or root, got user {peer}"):
-        check_peer(FromUser(peer))  # type: ignore[arg-type]
-
-
-def test_the_peers_pid_is_known(pair: Pair) -> None:
-    peer, _ = pair
-    assert check_peer(peer) == os.getpid()
+    sock: Any = FromUser(peer)
+    if may:
+        assert check_peer(sock) == 4242
+    else:
+        with pytest.raises(ProtocolError, match=f"must run as user {me} or root, got user {peer}"):
+            check_peer(sock)

@@ -14,6 +14,7 @@ from penstock.proto.errors import AuthenticationError, PenstockError, Superseded
 from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import CLOSE, ERROR, LANE_PROTOCOL, connect_local
 from penstock.proto.lane.tcp import sealed
+from penstock.proto.rpc.tls import host_of
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.listeners import slot_of
 
@@ -55,7 +56,7 @@ def test_lanes_of_an_ended_slot_end_with_it() -> None:
             hello = lane_pb2.Hello(
                 protocol=LANE_PROTOCOL, run="job/0", attempt=1, slot=slot, generation=1, next_total=1
             )
-            sock = socket.create_connection(parted(opened.tcp_address), 5)
+            sock = socket.create_connection(host_of(opened.tcp_address), 5)
             message = hello.SerializeToString()
             sock.sendall(sealed(message))
             lanes.append((sock, slot_of(hello)))
@@ -70,8 +71,3 @@ def test_lanes_of_an_ended_slot_end_with_it() -> None:
         other.close()
     for runner in runners:
         runner.close()
-
-
-def parted(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)

@@ -5,22 +5,15 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lanes.test_hand_over import Event, Lane
 
-from penstock.proto.errors import LaneLostError
-from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frame_log import LOG_BYTES, FrameLog
 from penstock.proto.lane.frames import BATCH, END, Frame, framed
 from penstock.proto.lane.producer import Producer
-from penstock.proto.v1 import lane_pb2
 from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.slots.lanes import FinishedBatches
 
@@ -53,17 +46,9 @@ class ServedLane(Lane):
             self.finished.learn_rings(ControlMessage("rings", {"rings": numbers}, fds=fds))
 
     def connect(self, late: int) -> None:
-        self.disconnect(0)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        hello = lane_pb2.Hello(next_total=self.delivered + 1, delivered=self.delivered, abandons=self.abandons)
-        hello.abandon_epoch = self.left
-        for ring, entry in self.held:
-            hello.held.add(ring=ring, entry=entry)
-        self.consumer = Consumer(ours, "the lane")
-        self.consumer.abandons = self.abandons
+        theirs, hello = self.new_consumer()
         served: dict[str, Any] = self.finished.send(theirs, hello) if self.serve else {"served": 0, "rings": []}
         self.served_frames += served["served"]
-        self.seen.append(("connected",))
         # The previous consumer is gone, but what it has sent is still there to be read.
         for number in range(late % 6):
             self.producer.take_acks()
@@ -101,7 +86,7 @@ def played(history: list[tuple[str, int]], *, serve: bool) -> tuple[list[Event],
     return lane.seen, lane.served_frames
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 40)), min_size=40, max_size=120))
 def test_a_consumer_does_not_see_who_serves_it(history: list[tuple[str, int]]) -> None:
     assert played(history, serve=True)[0] == played(history, serve=False)[0]
@@ -109,63 +94,6 @@ def test_a_consumer_does_not_see_who_serves_it(history: list[tuple[str, int]]) -
 
 def test_the_histories_serve() -> None:
     assert played([*[("publish", 0)] * 5, ("connect", 2)], serve=True)[1] > 0
-
-
-@contextmanager
-def lane() -> Iterator[ServedLane]:
-    served = ServedLane(True)
-    yield served
-    served.disconnect(0)
-    served.producer.close(0.0)
-    served.finished.close()
-
-
-def read_alone(lane: ServedLane, **hello: Any) -> list[tuple[int, int]]:
-    """Return what a new consumer gets without the producer."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    consumer = Consumer(ours, "the lane")
-    with theirs:
-        lane.finished.send(theirs, lane_pb2.Hello(**hello))
-        frames = iter(consumer.receive, None)
-        got = [(frame.kind, frame.total) for frame in frames]
-    consumer.close(say_so=False)
-    return got
-
-
-def test_a_full_ring_is_served_without_the_producer() -> None:
-    with lane() as served:
-        for _ in range(40):
-            served.publish(0)
-        entries = served.producer.ring_entries
-        assert read_alone(served, next_total=3) == [(BATCH, total) for total in range(3, entries + 1)]
-
-
-def test_the_end_of_an_epoch_is_served_without_the_producer() -> None:
-    with lane() as served:
-        served.publish(0)
-        served.end(0)
-        served.end(0)
-        assert read_alone(served, next_total=1) == [(BATCH, 1), (END, 1), (END, 1)]
-        assert read_alone(served, next_total=2) == [(END, 1), (END, 1)]
-        assert read_alone(served, next_total=2, abandons=1) == []
-
-
-def test_a_log_that_was_overwritten_serves_nothing() -> None:
-    with lane() as served:
-        served.connect(0)
-        served.do("publish", 0)
-        for epoch in range(300):
-            served.producer.end(epoch, 1)
-        assert read_alone(served, next_total=1) == []
-
-
-def test_a_consumer_that_is_gone_is_named() -> None:
-    with lane() as served:
-        served.publish(0)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.close()
-        with theirs, pytest.raises(LaneLostError):
-            served.finished.send(theirs, lane_pb2.Hello(next_total=1))
 
 
 def frame(number: int) -> bytes:

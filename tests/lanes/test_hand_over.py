@@ -8,15 +8,16 @@ import random
 import socket
 from collections.abc import Iterable
 from itertools import chain
+from typing import Any, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lanes.conftest import count_rings
-from tests.lanes.runner_child import handed_over, structure_bytes
 
 from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import BATCH, END, pack_shapes
 from penstock.proto.lane.producer import Producer
+from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import lane_pb2
 
 SIZES = (0, 10, 5000, 20_000)
@@ -27,6 +28,25 @@ LARGE_STRUCTURE = 100_000
 Event = tuple[object, ...]
 
 
+def structure_bytes(structure: int, size: int) -> bytes:
+    """Return the bytes that are announced as this structure."""
+    return random.Random(-structure).randbytes(size)
+
+
+def handed_over(old: Producer) -> Producer:
+    """Return a Producer that continues the end of the lane of another one, as in another process: it gets the record as
+    bytes, and descriptors of its own."""
+    record, fds = old.hand_over()
+    data, copies = encode_state(record), [os.dup(fd) for fd in fds]
+    old.release_socket()
+    for fd in fds[record["attached"] :]:
+        os.close(fd)
+    new = Producer(old.max_batch_bytes, old.ring_bytes)
+    new.take_over(cast(Any, decode_state(data)), copies)
+    new.map_rings()
+    return new
+
+
 class Lane:
     """A producer, its consumers one after the other, and all that they have seen."""
 
@@ -35,6 +55,7 @@ class Lane:
         self.total = self.epoch = 0
         self.consumer: Consumer | None = None
         self.abandons = self.left = self.delivered = self.next_epoch = 0
+        self.expected = 1
         self.new: list[tuple[int, int, int]] = []
         """Batches that were received and not delivered: total, ring, entry."""
         self.held: list[tuple[int, int]] = []
@@ -74,17 +95,23 @@ class Lane:
             self.producer.return_unused(reserved)
 
     def connect(self, _: int) -> None:
+        theirs, hello = self.new_consumer()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 68 << 10)  # so that frames wait in the producer
+        self.producer.attach(theirs, hello)
+
+    def new_consumer(self) -> tuple[socket.socket, lane_pb2.Hello]:
+        """Return the other end's socket, and the Hello of a new consumer in place of the previous one."""
         self.disconnect(0)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 68 << 10)  # so that frames wait in the producer
         hello = lane_pb2.Hello(next_total=self.delivered + 1, delivered=self.delivered, abandons=self.abandons)
         hello.abandon_epoch = self.left
         for ring, entry in self.held:
             hello.held.add(ring=ring, entry=entry)
         self.consumer = Consumer(ours, "the lane")
         self.consumer.abandons = self.abandons
+        self.expected = self.delivered + 1
         self.seen.append(("connected",))
-        self.producer.attach(theirs, hello)
+        return theirs, hello
 
     def disconnect(self, _: int) -> None:
         if self.consumer is not None:
@@ -104,6 +131,8 @@ class Lane:
                 return
             event: Event = frame.kind, frame.total, frame.epoch, frame.abandons, frame.structure, frame.size
             if frame.kind == BATCH:
+                assert frame.total == self.expected
+                self.expected += 1
                 ring = consumer.rings[frame.ring]
                 start = frame.entry * ring.entry_bytes
                 content = bytes(ring.view[start : start + frame.nbytes])
@@ -143,6 +172,7 @@ class Lane:
             self.consumer.abandon(self.next_epoch, self.delivered)
             self.next_epoch += 1
             self.new.clear()
+            self.expected = self.delivered + 1
 
     def hand_over(self, _: int) -> None:
         self.producer = handed_over(self.producer)
@@ -172,6 +202,10 @@ def played(history: Iterable[tuple[str, int, bool]], *, hand_over: bool) -> tupl
     lane.do("connect", 0)
     lane.do("receive", 1000)
     result = lane.seen, lane.state()
+    for operation in ("deliver", "release", "abandon"):  # all that is in use comes back
+        lane.do(operation, 10_000)
+    assert sum(map(len, lane.producer._lent.values())) == 0
+    assert lane.producer.free_entries == lane.producer.ring_entries
     lane.disconnect(0)
     lane.producer.close(0.0)
     return result

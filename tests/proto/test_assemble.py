@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy as copying
 import gc
 import io
 import mmap
 import os
-import pickle
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +15,8 @@ import pytest
 import torch
 from batch_memory import SIZE, Ring, received
 
-from penstock.proto.batch.flatten import Assembler, Flattener, wrap_buffer
-from penstock.proto.errors import InvalidArgumentError, ProtocolError
+from penstock.proto.batch.flatten import Assembler, Flattener
+from penstock.proto.errors import ProtocolError
 
 
 class Slot:
@@ -49,12 +46,11 @@ def test_views_are_the_ring_and_writable() -> None:
     assert slot.ring.mmap[128 + 129] == 0x3F
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_the_slot_returns_with_the_last_leaf(order: tuple[int, ...]) -> None:
+def test_the_slot_returns_with_the_last_leaf() -> None:
     slot = Slot([torch.ones(3), np.ones(3), torch.ones(2).bfloat16()])
     leaves = dict(enumerate(slot.batch))
     slot.batch = None
-    for index in order:
+    for index in (1, 2, 0):
         assert slot.tokens() == []
         del leaves[index]
     assert slot.tokens() == [7]
@@ -63,26 +59,13 @@ def test_the_slot_returns_with_the_last_leaf(order: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "derive",
     [
-        lambda t, a, h: t[0],
         lambda t, a, h: t[1:][0].view(-1),
-        lambda t, a, h: t.numpy(),
         lambda t, a, h: t.numpy()[0],
-        lambda t, a, h: t.detach().t(),
-        lambda t, a, h: t.view(torch.int32),
-        lambda t, a, h: iter(t),
         lambda t, a, h: t.untyped_storage(),
         lambda t, a, h: memoryview(t.numpy()),
-        lambda t, a, h: np.frombuffer(t.numpy(), np.uint8),
-        lambda t, a, h: a[0],
         lambda t, a, h: a[0][1:][:1],
-        lambda t, a, h: a.T.reshape(-1, order="F"),
-        lambda t, a, h: a.view(np.int64),
-        lambda t, a, h: a.base,
         lambda t, a, h: a.base[3:],
-        lambda t, a, h: memoryview(a)[1:],
         lambda t, a, h: torch.from_numpy(a)[0],
-        lambda t, a, h: torch.frombuffer(a, dtype=torch.int32),
-        lambda t, a, h: h[0],
         lambda t, a, h: h.view(torch.int16).numpy(),
         lambda t, a, h: (t * torch.ones(2, 2, requires_grad=True)).sum().grad_fn,
     ],
@@ -100,12 +83,8 @@ def test_a_view_of_a_view_keeps_the_slot(derive: Callable[[Any, Any, Any], Any])
     "derive",
     [
         lambda t, a: t.clone(),
-        lambda t, a: t + 0,
         lambda t, a: a.copy(),
-        lambda t, a: t.tolist(),
-        lambda t, a: pickle.loads(pickle.dumps(a)),
         lambda t, a: torch.load(_saved(t)),
-        lambda t, a: copying.deepcopy([t, a]),
     ],
 )
 def test_copies_do_not_keep_the_slot(derive: Callable[[Any, Any], Any]) -> None:
@@ -124,42 +103,11 @@ def _saved(tensor: torch.Tensor) -> io.BytesIO:
     return out
 
 
-def test_a_cycle_returns_the_slot_when_collected() -> None:
-    slot = Slot([torch.ones(2)])
-    slot.batch.append(slot.batch)
-    gc.disable()
-    try:
-        slot.batch = None
-        assert list(slot.released) == []
-    finally:
-        gc.enable()
-    assert slot.tokens() == [7]
-
-
-def test_leaves_dropped_in_another_thread() -> None:
-    slot = Slot([torch.ones(2), np.ones(2)])
-    box = [slot.batch]
-    slot.batch = None
-    thread = threading.Thread(target=box.clear)
-    thread.start()
-    thread.join()
-    assert slot.tokens() == [7]
-
-
-@pytest.mark.parametrize(
-    "batch", [None, [], 1, {"a": "x", "b": 2.0, "c": np.float32(1)}, torch.ones(0, 3), np.ones((0,)), [""]]
-)
-def test_batch_without_views_frees_entry_at_once(batch: Any) -> None:
-    slot = Slot(batch)
-    assert list(slot.released) == [7]
-    slot.batch = None
-    assert slot.tokens() == [7]
-
-
 def test_values_are_copied_out() -> None:
     slot = Slot(
         [np.float32(3), "text", b"bytes", 5, np.datetime64(3, "D"), np.str_("s"), np.ones((0, 2)), torch.ones(0)]
     )
+    assert list(slot.released) == [7], "nothing in it is a view"
     slot.ring.mmap[:] = bytes(SIZE)
     assert slot.batch[:6] == [np.float32(3), "text", b"bytes", 5, np.datetime64(3, "D"), "s"]
     assert [type(value) for value in slot.batch[:6]] == [np.float32, str, bytes, int, np.datetime64, np.str_]
@@ -240,11 +188,6 @@ def test_the_ring_cannot_be_unmapped_under_views() -> None:
     memory.close()
 
 
-def test_read_only_memory_is_no_ring() -> None:
-    with pytest.raises(InvalidArgumentError, match="writable"):
-        wrap_buffer(b"x" * 64)
-
-
 def test_leaves_can_be_replaced_by_move() -> None:
     flat = Flattener().flatten({"x": torch.tensor([1, 2]), "rest": ["text", None, np.arange(3)]})
     ring = Ring()
@@ -265,34 +208,17 @@ def test_leaves_can_be_replaced_by_move() -> None:
     assert len(seen) == 1, "what does not fit is moved nowhere"
 
 
-def test_shapes_of_any_sequence() -> None:
-    flat = Flattener().flatten([torch.ones(2, 3), "ab"])
-    ring = Ring()
-    ring.write(flat)
-    kinds: list[Any] = [tuple(flat.shapes), np.array(flat.shapes).data, deque(flat.shapes)]
-    for shapes in kinds:
-        got = Assembler(flat.structure).assemble(shapes, ring.view, 128, flat.nbytes)
-        assert got[0].shape == (2, 3)
-        assert got[1] == "ab"
-
-
 @pytest.mark.parametrize(
     ("batch", "shapes", "nbytes", "match"),
     [
         (torch.ones(4), [4, 1], 64, "needs 1 dimensions >= 0, got 2"),
-        (torch.ones(4), [], 64, "got 0"),
         (torch.ones(4), [-4], 64, "dimensions >= 0"),
-        (torch.ones(2, 2), [-2, -2], 64, "dimensions >= 0"),
         (torch.ones(4), [17], 64, "must end within its batch of 64 bytes, got 68"),
-        (torch.ones(4), [1 << 64], 64, "must end within"),
         (torch.ones(2, 2), [1 << 40, 1 << 40], 64, "must end within"),
         (torch.ones(4), [4], 128, "must fill its 128 bytes, got leaves of 64 bytes"),
-        (torch.ones(4), [0], 64, "must fill its 64 bytes, got leaves of 0 bytes"),
         (torch.ones(4), [4], 2 * SIZE, "must lie within its buffer of"),
         (torch.ones(2, 2), [0, 1 << 64], 0, "cannot make an array with the dimensions"),
-        ("abc", [3], 0, "must end within"),
         (5, [0], 0, "an int must have 1 to 1048576 bytes, got 0"),
-        (1.5, [], 0, "must end within its batch of 0 bytes, got 8"),
     ],
 )
 def test_what_does_not_fit_is_said(batch: Any, shapes: list[int], nbytes: int, match: str) -> None:

@@ -62,22 +62,16 @@ def test_a_process_that_the_loader_forked_counts() -> None:
 HERE = Assignment(box=1, num_boxes=2, slot=1, num_workers_per_box=3, seed=5, first_step=9)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        repr,
-        str,
-        hash,
-        copy.copy,
-        copy.deepcopy,
-        pickle.dumps,
-        lambda here: here == HERE and here != NEUTRAL,
-        lambda here: (here.seed, here.first_step),
-    ],
-)
-def test_what_divides_nothing_is_no_read(use: Callable[[Assignment], object]) -> None:
+def test_what_divides_nothing_is_no_read() -> None:
     with assigned(HERE):
-        use(current_assignment())
+        here = current_assignment()
+        assert (here.seed, here.first_step) == (5, 9)
+        assert here == HERE != NEUTRAL
+        uses: list[Callable[[Assignment], object]] = [repr, hash, copy.deepcopy, pickle.dumps]
+        for use in uses:
+            use(here)
+        assert process_assignment().global_worker_id == 4
+        get_streaming_batch_size(64)
         assert not reads().fields
 
 
@@ -100,13 +94,6 @@ def test_all_fields_at_once_are_read(use: Callable[[Any], object]) -> None:
 def test_replaced_assignment_has_the_other_fields() -> None:
     with assigned(HERE):
         assert dataclasses.replace(current_assignment(), slot=2) == dataclasses.replace(HERE, slot=2)
-
-
-def test_process_assignment_is_not_watched() -> None:
-    with assigned(HERE):
-        assert process_assignment().global_worker_id == 4
-        get_streaming_batch_size(64)
-        assert not reads().fields
 
 
 def test_reads_outlive_a_new_assignment_in_the_same_process() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -11,11 +10,10 @@ import time
 
 import pytest
 
-from penstock.runtime.process.end import describe_exit, exit_words, kill_group, reap_orphan
 from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, environment, spawn
-from penstock.runtime.process.watch import Process, stat_of, wait_for_any
+from penstock.runtime.process.watch import Process, stat_of
 
 SOON_S = 60.0
 
@@ -77,15 +75,6 @@ def test_a_child_reads_nothing_of_ours() -> None:
             os.close(fd)
 
 
-def test_nothing_stays_open_if_it_cannot_start() -> None:
-    before = descriptors()
-    with LinePipe() as pipe:
-        with pytest.raises(FileNotFoundError):
-            spawn(["/nowhere/python"], stdout=pipe.theirs)
-        assert len(descriptors()) == len(before) + 1
-    assert descriptors() == before
-
-
 def test_nothing_stays_open_of_one_that_ended() -> None:
     before = descriptors()
     assert said("print('here')") == b"here"
@@ -118,15 +107,6 @@ def test_a_polite_end_then_a_kill() -> None:
     assert not child.send(signal.SIGTERM)
 
 
-def test_a_wait_has_a_deadline() -> None:
-    child, began = started("import time; time.sleep(60)"), time.monotonic()
-    assert not child.wait(0.1)
-    assert child.status is None
-    assert time.monotonic() - began < SOON_S
-    child.kill()
-    assert child.result() == -signal.SIGKILL
-
-
 def test_children_are_waited_for_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(pid: int) -> int:
         raise PermissionError("seccomp")
@@ -137,27 +117,6 @@ def test_children_are_waited_for_without_pidfds(monkeypatch: pytest.MonkeyPatch)
     assert not child.wait(0.1)
     assert child.end(SOON_S)
     assert child.status == -signal.SIGTERM
-
-
-def test_an_event_loop_hears_of_an_end_once() -> None:
-    async def run() -> tuple[int, int]:
-        ended, calls = asyncio.Event(), 0
-
-        def then() -> None:
-            nonlocal calls
-            calls += 1
-            ended.set()
-
-        child = started("pass")
-        child.on_end(then)
-        unheard = started("pass")
-        unheard.on_end(then)
-        unheard.close()  # not any more
-        await asyncio.wait_for(ended.wait(), SOON_S)
-        await asyncio.sleep(0.1)
-        return calls, child.result() + unheard.result()
-
-    assert asyncio.run(run()) == (1, 0)
 
 
 def test_an_identity_is_not_its_number() -> None:
@@ -180,43 +139,7 @@ def test_the_parent_is_the_parent() -> None:
     assert stat_of(os.getpid())[1] == str(os.getppid())
 
 
-def test_a_descriptor_above_1024_is_waited_for() -> None:
-    import fcntl
-    import resource
-
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 2000:
-        pytest.skip("this process may not open so many")
-    read, write = os.pipe()
-    high = fcntl.fcntl(read, fcntl.F_DUPFD_CLOEXEC, 1500)
-    try:
-        assert wait_for_any([high], 0) == []
-        os.write(write, b"x")
-        assert wait_for_any([high], SOON_S) == [high]
-    finally:
-        for fd in (read, write, high):
-            os.close(fd)
-
-
 # ---- lines
-
-
-def test_lines_come_as_they_are_said() -> None:
-    with LinePipe() as pipe:
-        child = started("print('one'); print('two'); print('rest', end='')", stdout=pipe.theirs)
-        assert pipe.line(SOON_S) == b"one"
-        assert pipe.line(SOON_S) == b"two"
-        assert pipe.line(SOON_S) is None
-        assert (pipe.rest, pipe.ended) == (b"rest", True)
-        child.result()
-
-
-def test_a_line_has_a_deadline() -> None:
-    with LinePipe() as pipe:
-        child = started("import time; time.sleep(60)", stdout=pipe.theirs)
-        with pytest.raises(TimeoutError):
-            pipe.line(0.1)
-        child.kill()
-        child.result()
 
 
 # ---- forks, in an interpreter without threads
@@ -254,32 +177,3 @@ def test_forked_children_end_with_all_they_left() -> None:
     assert done.stderr.count("LookupError: in the child") == 1
     # capture_output reads to the end of the pipe, which the last child would have held for a minute
     assert time.monotonic() - began < 40
-
-
-def test_what_is_no_child_is_not_reaped() -> None:
-    assert not reap_orphan(os.getppid())
-    kill_group(1 << 22)  # no such group
-
-
-# ---- words
-
-
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        (0, "exited with status 0"),
-        (3, "exited with status 3"),
-        (-15, "was killed by SIGTERM"),
-        (-62, "was killed by signal 62"),
-    ],
-)
-def test_an_end_in_words(status: int, words: str) -> None:
-    assert exit_words(status) == words
-
-
-def test_an_end_of_user_code_has_a_hint() -> None:
-    assert describe_exit(0).endswith("before the end of its input (os._exit?)")
-    assert (
-        describe_exit(-9) == "was killed by SIGKILL (by the kernel for lack of memory, unless someone sent the signal)"
-    )
-    assert describe_exit(None).startswith("died of an unknown cause")

@@ -70,7 +70,7 @@ def test_an_impostor_is_not_believed() -> None:
     assert not TokenProver(TOKEN).shown.proven_by("")
 
 
-@pytest.mark.parametrize("challenge", [None, b"0" * 32, "", "0" * 31, "0" * 33, "0" * 31 + " ", "g" * 32])
+@pytest.mark.parametrize("challenge", [None, b"0" * 32, "0" * 31, "0" * 33, "g" * 32])
 def test_only_a_challenge_is_answered(challenge: object) -> None:
     prover = TokenProver(TOKEN)
     assert not prover.answers(challenge, prover.shown)
@@ -95,18 +95,6 @@ def test_lines_that_are_no_proof_let_nobody_in() -> None:
         assert end.caller(line) is None
     mine = prover.shown.expected
     assert end.caller(f"{scheme} {challenge} {nonce} {mine}") is None, "the answer's proof is no caller's"
-
-
-def test_a_token_that_was_sent_is_good_too() -> None:
-    end = verifier()
-    caller = end.caller(f"Bearer {OTHER}")
-    assert caller == Caller(frozenset({"worker"}), met_credential(OTHER), "")
-
-
-def met_credential(token: str) -> str:
-    caller = met(TokenProver(token), verifier())
-    assert isinstance(caller, Caller)
-    return caller.credential
 
 
 def test_memory_for_callers_is_bounded() -> None:

@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateVersionError, UnsupportedStateError
+from penstock.proto.errors import StateCorruptError, StateVersionError, UnsupportedStateError
 from penstock.proto.state.generators import (
     RNG_FORMAT_VERSION,
     capture_rng,
@@ -117,16 +117,6 @@ def test_restore_continues_exactly(seed: int, before: list[str], burn: int) -> N
     assert draw(ALL) == expected
 
 
-def test_capturing_draws_nothing_and_is_small() -> None:
-    seed_rng(3)
-    expected = draw(ALL)
-    seed_rng(3)
-    data = capture_rng()
-    assert capture_rng() == data
-    assert draw(ALL) == expected
-    assert len(data) < 10_200
-
-
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -147,25 +137,11 @@ def assert_refused(data: bytes, error: type[Exception] = StateCorruptError, matc
     assert capture_rng() == before  # all generators or none
 
 
-@given(st.binary(max_size=100))
-def test_arbitrary_bytes_are_corrupt(data: bytes) -> None:
-    assert_refused(data)
-    assert_refused(capture_rng()[:8] + data)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_damage_is_corrupt(data: st.DataObject) -> None:
+def test_damage_and_fields_that_no_generator_has_are_corrupt() -> None:
     captured = capture_rng()
-    position = data.draw(st.integers(0, 8 * len(captured) - 1))
-    damaged = bytearray(captured)
-    damaged[position // 8] ^= 1 << position % 8
-    assert_refused(bytes(damaged))
-    assert_refused(captured[: position // 8])
-    assert_refused(captured + b"\0" * (1 + position % 9))
-
-
-def test_fields_that_no_generator_has_are_corrupt() -> None:
+    assert_refused(captured[:-1])
+    assert_refused(captured + b"\0")
+    assert_refused(captured[:100] + bytes([captured[100] ^ 1]) + captured[101:])
     assert_refused(patched(32, "<I", 625))  # numpy would read behind its block
     assert_refused(patched(40 + 4 * 624, "<I", 625))
     assert_refused(patched(12, "<I", 4))
@@ -206,6 +182,7 @@ def test_a_replaced_numpy_generator_is_named() -> None:
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0) | st.integers(0, 2**3000))
 def test_seeding_is_deterministic_and_complete(seed: int) -> None:
     seed_rng(seed)
@@ -226,38 +203,8 @@ def test_seeding_is_the_same_for_ever() -> None:
     assert torch.initial_seed() == 134183728835869882
 
 
-def test_what_cannot_be_a_seed_is_refused() -> None:
-    for seed in (-1, 1.0, "1", None):
-        with pytest.raises(InvalidArgumentError, match="seed"):
-            seed_rng(seed)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"path\[1\] must be an integer, got 1\.5"):
-        derive_seed(1, "a", 1.5)  # type: ignore[arg-type]
-    seed_rng(np.int64(3))  # type: ignore[arg-type]
-
-
-parts = st.integers() | st.text(st.characters(exclude_categories=()), max_size=5) | st.integers(2**64, 2**20000)
-
-
-@given(st.integers(), st.lists(parts, max_size=4))
-def test_derived_seeds_are_63_bits_and_stable(seed: int, path: list[int | str]) -> None:
-    assert 0 <= derive_seed(seed, *path) < 2**63
-    assert derive_seed(seed, *path) == derive_seed(seed, *path)
-    seed_rng(derive_seed(seed, *path))
-
-
 def test_derived_seeds_differ_by_path() -> None:
-    paths: list[tuple[int | str, ...]] = [
-        (),
-        (0,),
-        (1,),
-        (-1,),
-        ("1",),
-        ("",),
-        ("", ""),
-        ("ab", "c"),
-        ("a", "bc"),
-        ("abc",),
-    ]
+    paths: list[tuple[int | str, ...]] = [(), (1,), (-1,), ("1",), ("",), ("", ""), ("ab", "c"), ("a", "bc")]
     paths += [("a", 1), ("a1",), (1, 2), (12,), (2, 1), (2**63,), (2**64,), (2**64 + 1,), ("\ud800",)]
     seeds = {derive_seed(seed, *path) for seed in range(50) for path in paths}
     assert len(seeds) == 50 * len(paths)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from penstock.runtime.process.sandbox import enter, why_not_whole
+from penstock.runtime.process.sandbox import why_not_whole
 
 INSIDE = """
 import ctypes, json, os, signal, subprocess, sys
@@ -47,23 +47,3 @@ def test_signals_reach_children_but_no_strangers() -> None:
     if why := why_not_whole():
         pytest.skip(why)
     assert said["signal to a stranger"] == said["trace of a stranger"] == "PermissionError"
-
-
-def test_what_a_kernel_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Old:
-        version = 0
-
-        def syscall(self, number: int, *arguments: object) -> int:
-            assert number == 444
-            return self.version
-
-        def prctl(self, *arguments: object) -> int:
-            return 0
-
-    old = Old()
-    monkeypatch.setattr("penstock.runtime.process.sandbox._libc", old)
-    for old.version, says in ((-1, "the kernel has no Landlock"), (4, "version 4 of Landlock"), (6, "")):
-        assert says in why_not_whole()
-        assert bool(why_not_whole()) == bool(says)
-    old.version = 4
-    enter()  # what there is of it

@@ -125,7 +125,6 @@ values = st.recursive(
 @settings(max_examples=50, deadline=None)
 @given(values)
 @example({"$": 1})
-@example({"$": ["tuple", 1]})
 @example([{"$": [], "a": {"$": {}}}])
 @example({1: "int", 1.5: "float", None: 0, (1, ("a", b"b")): [], b"": {}, False: 1, "1": 2})
 @example(["\ud83d\ude00", "\U0001f600", "\ud800", "\0\n\x7f\u2028"])
@@ -133,86 +132,45 @@ values = st.recursive(
 @example([math.nan, math.inf, -math.inf, -0.0, 5e-324, 1e308, 0.1])
 @example([True] * 40)
 @example([1] * 39 + [True])
-@example((np.int64(1),) * 40)
-@example([2**32] * 40)
-@example([-1] * 40)
 @example([2**63] * 40)
 @example(np.str_("a\0"))
-@example(np.bytes_(b"a\0"))
 @example(
     [np.longlong(3), np.int64(3), np.ulonglong(3), np.zeros(2, "q"), np.zeros(2, "l"), np.dtype("q"), np.dtype("l")]
 )
-@example(np.zeros((0, 3), "S7"))
 @example(np.ndarray((2, 3), "S0", bytearray()))
 def test_round_trip(value: object) -> None:
     same(value)
 
 
-def numpy_spec(dtype: np.dtype[Any]) -> str:
-    return dtype.str[0] + dtype.char if dtype.char in "qQ" else dtype.str
+SHOWN: list[tuple[Any, Any]] = [
+    ({"a": [1, (True, "\ud800")], "$b": None}, {"a": [1, [True, "\ud800"]], "$b": None}),
+    ({"$": 1}, {"$": "dict", "items": [["$", 1]]}),
+    ({1: 2.5, (2, "c"): b"\0\xff"}, {"$": "dict", "items": [[1, 2.5], [[2, "c"], {"$": "bytes", "base64": "AP8="}]]}),
+    ([2**64 - 1, 2**64], [2**64 - 1, {"$": "int", "value": hex(2**64)}]),
+    ([math.inf, 2j], [{"$": "float", "value": "inf"}, {"$": "complex", "value": [0.0, 2.0]}]),
+    ((2.5, math.nan) * 20, [2.5, {"$": "float", "value": "nan"}] * 20),
+    ([{3}, frozenset()], [{"$": "set", "items": [3]}, {"$": "set", "items": []}]),
+    ([bytearray(b"\xff"), np.bytes_(b"\xff"), np.str_("s")], [{"$": "bytes", "base64": "/w=="}] * 2 + ["s"]),
+    ([range(3), slice(2)], [{"$": "range", "value": [0, 3, 1]}, {"$": "slice", "value": [None, 2, None]}]),
+    ([torch.float16, np.dtype(">f4")], [{"$": "dtype", "value": "float16"}, {"$": "np.dtype", "value": ">f4"}]),
+    ([torch.device("cuda", 3), torch.Size([2])], [{"$": "device", "value": "cuda:3"}, [2]]),
+    (OrderedDict(a=np.float32(1)), {"a": {"$": "array", "dtype": "<f4", "shape": [], "base64": "AACAPw=="}}),
+    (np.array([["a"]]), {"$": "array", "dtype": "<U1", "shape": [1, 1], "base64": "YQAAAA=="}),
+    (np.zeros(1, "<M8[25us]"), {"$": "array", "dtype": "<M8[25us]", "shape": [1], "base64": "AAAAAAAAAAA="}),
+]
 
 
-def in_json(value: Any) -> Any:
-    """Return the JSON that the page documents for a value."""
-    if isinstance(value, torch.Tensor):
-        raw = fingerprint(value)[-1]
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"$": "tensor", "dtype": dtype, "shape": list(value.shape), "base64": base64.b64encode(raw).decode()}
-    if isinstance(value, bytes | bytearray):
-        return {"$": "bytes", "base64": base64.b64encode(value).decode()}
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, np.dtype):
-        return {"$": "np.dtype", "value": numpy_spec(value)}
-    if isinstance(value, np.ndarray | np.generic):
-        spec = numpy_spec(value.dtype)
-        data = base64.b64encode(value.tobytes()).decode()
-        return {"$": "array", "dtype": spec, "shape": list(value.shape), "base64": data}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
-    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
-        return {"$": "int", "value": hex(value)}
-    if isinstance(value, complex):
-        return {"$": "complex", "value": [in_json(value.real), in_json(value.imag)]}
-    if isinstance(value, slice | range):
-        return {"$": type(value).__name__, "value": [in_json(p) for p in (value.start, value.stop, value.step)]}
-    if isinstance(value, torch.dtype | torch.device):
-        return {"$": type(value).__name__, "value": str(value).removeprefix("torch.")}
-    if isinstance(value, set | frozenset):
-        return {"$": "set", "items": sorted(map(in_json, value), key=repr)}
-    if isinstance(value, list | tuple):
-        return [in_json(item) for item in value]
-    if isinstance(value, dict):
-        if all(type(key) is str for key in value) and "$" not in value:
-            return {key: in_json(item) for key, item in value.items()}
-        return {"$": "dict", "items": [[in_json(key), in_json(item)] for key, item in value.items()]}
-    return value
-
-
-def sets_sorted(found: Any) -> Any:
-    """Sets have no order, and JSON has no sets."""
-    if isinstance(found, list):
-        return [sets_sorted(item) for item in found]
-    if not isinstance(found, dict):
-        return found
-    if found.get("$") == "set":
-        return {"$": "set", "items": sorted(map(sets_sorted, found["items"]), key=repr)}
-    return {key: sets_sorted(item) for key, item in found.items()}
-
-
-@settings(max_examples=50, deadline=None)
-@given(values)
-@example({"$": 1})
-@example({1: torch.ones(3), "b": b"x", (2, "c"): {"$": [math.nan]}})
-@example([2**64, -(2**63) - 1, "\ud800", 0.1, [1] * 40, (math.inf,) * 40, torch.zeros(2, 0, 3)])
-@example(OrderedDict(a=np.zeros((2, 3), "<U5"), b=np.float32(1), c=np.zeros(2, "<M8[25us]")))
-def test_json_shows_the_same(value: object) -> None:
-    assert sets_sorted(json.loads(state_as_json(encode_state(value)))) == sets_sorted(in_json(value))
+@pytest.mark.parametrize(("value", "shown"), SHOWN, ids=lambda value: "")
+def test_json_shows_what_the_page_says(value: Any, shown: Any) -> None:
+    assert json.loads(state_as_json(encode_state(value))) == shown
 
 
 def test_json_shows_every_tensor() -> None:
-    state = {str(dtype): tensor_of(dtype, [2, 1], bytes(range(64))) for dtype in TENSOR_DTYPES}
-    assert json.loads(state_as_json(encode_state(state))) == in_json(state)
+    for dtype in TENSOR_DTYPES:
+        tensor = tensor_of(dtype, [2, 1], bytes(range(64)))
+        shown = json.loads(state_as_json(encode_state([tensor, 1])))[0]
+        assert (shown["$"], shown["dtype"], shown["shape"]) == ("tensor", str(dtype).removeprefix("torch."), [2, 1])
+        assert base64.b64decode(shown["base64"]) == fingerprint(tensor)[-1]
 
 
 @pytest.mark.parametrize("dtype", TENSOR_DTYPES, ids=str)
@@ -270,12 +228,6 @@ def test_arrays_of_any_layout_and_byte_order() -> None:
     value = np.arange(24.0).reshape(2, 3, 4)
     same([value.T, value[:, ::2], value[..., ::-1], np.asfortranarray(value[0]), value.astype(">f4"), value[1, 2, 3]])
     same(np.array([["2020-01-01", "NaT"]], "M8[ns]").T)
-
-
-@pytest.mark.parametrize("kind", sorted({np.dtype(c).type for c in np.typecodes["All"]} - {np.object_}, key=str))
-def test_every_numpy_scalar_keeps_its_type(kind: type[np.generic]) -> None:
-    same([kind(1) if kind not in (np.datetime64, np.timedelta64) else kind(1, "ms"), np.void(b"abc"), np.void(b"")])
-    same([*UNITLESS, np.datetime64("NaT", "s"), np.float64("nan"), np.float64(-0.0), np.bool_(True)])
 
 
 def test_order_and_metadata_of_dicts() -> None:
@@ -394,39 +346,24 @@ def freed() -> torch.Tensor:
 REFUSED: list[tuple[Any, str, str, str]] = [
     (object(), "state is a ", "builtins.object", "plain values"),
     ({"sampler": [0, 1, np.random.default_rng()]}, "state['sampler'][2] is", "Generator", ".bit_generator.state"),
-    ([torch.Generator()], "state[0] is", "Generator", ".get_state()"),
-    ({"r": random.Random()}, "state['r'] is", "Random", "getstate()"),
     ({3: (0, {"x": Pair(1, 2)})}, "state[3][1]['x'] is", "Pair", "plain"),
     ({"a": [1] * 40 + [Colour.RED]}, "state['a'][40] is", "Colour", ".value"),
     ({"a": collections.defaultdict(int)}, "state['a'] is", "defaultdict", "dict"),
-    ({"a": collections.deque()}, "state['a'] is", "deque", "list"),
     ({(1, 2): len}, "state[(1, 2)] is", "builtin_function", "name"),
     ({"a": {0: 0, (1, Colour.RED): 2}}, "list(state['a'])[1][1] is", "Colour", ".value"),
-    ({"a": {0: {1: print}}}, "state['a'][0][1] is", "builtin_function", "name"),
     ({"s": {("a", Colour.RED)}}, "list(state['s'])[0][1] is", "Colour", ".value"),
-    ([frozenset({Colour.RED})], "list(state[0])[0] is", "Colour", ".value"),
     ({"it": iter([1])}, "state['it'] is", "list_iterator", "number of items"),
-    (OrderedDict(a=[lambda: 0]), "state['a'][0] is", "function", "name"),
     ([odd_ordered()], "state[0] is an OrderedDict with attributes (note)", "", "items"),
     ([bad_metadata()], "state[0]._metadata['x'] is", "object", "plain"),
     ({"t": torch.ones(3).to_sparse()}, "state['t'] is a tensor without plain memory", "sparse", "dense"),
-    ({"t": torch.ones(3, device="meta")}, "state['t'] is a tensor without plain memory", "meta", "dense"),
     ({"t": freed()}, "state['t'] is a tensor whose storage has been freed", "", "Save"),
-    ({"t": torch.nn.UninitializedParameter()}, "state['t'] is", "UninitializedParameter", "plain tensor"),
     ({"m": torch.nn.Linear(1, 1)}, "state['m'] is", "Linear", "state_dict()"),
     ({"c": Counter()}, "state['c'] is", "Counter", "state_dict()"),
     ({"a": np.array([object()])}, "state['a'] has the numpy dtype object", "", "plain arrays"),
     ({"a": np.zeros(2, "i4,f8")}, "state['a'] has the numpy dtype [('f0'", "", "plain arrays"),
-    ({"a": np.zeros(2, "i4,f8")[0]}, "state['a'] has the numpy dtype [('f0'", "", "plain arrays"),
-    ({"d": np.dtype("i4,f8")}, "state['d'] has the numpy dtype", "", "plain arrays"),
     ({"a": np.ma.masked_array([1])}, "state['a'] is", "MaskedArray", "np.asarray"),
-    ({"type": int}, "state['type'] is", "builtins.type", "name"),
     ({"b": memoryview(b"")}, "state['b'] is", "memoryview", "bytes"),
-    ({"x": ...}, "state['x'] is", "ellipsis", "plain"),
 ]
-if hasattr(np.dtypes, "StringDType"):  # numpy 2
-    strings = np.array(["x"], np.dtypes.StringDType())
-    REFUSED.append(({"a": strings}, "state['a'] has the numpy dtype", "StringDType", "plain"))
 
 
 @pytest.mark.parametrize(("value", "begins", "names", "remedy"), REFUSED, ids=[begins for _, begins, _, _ in REFUSED])
@@ -446,31 +383,16 @@ def test_cycles_are_refused_with_both_paths() -> None:
         UnsupportedStateError, match=r"^state\['a'\]\['b'\]\[1\]\[0\] refers back to state\['a'\], a cycle"
     ):
         encode_state(value)
-    inner[1] = inner
-    with pytest.raises(
-        UnsupportedStateError, match=r"^state\['a'\]\['b'\]\[1\] refers back to state\['a'\]\['b'\], a cycle"
-    ):
-        encode_state(value)
     ordered: Any = OrderedDict()
     ordered._metadata = {"up": ordered}
     with pytest.raises(UnsupportedStateError, match=r"^state._metadata\['up'\] refers back to state, a cycle"):
         encode_state(ordered)
 
 
-def test_value_mentioned_twice_comes_back_as_two() -> None:
-    shared = [1]
-    back: Any = decode_state(encode_state([shared, shared]))
-    assert back == [[1], [1]]
-    assert back[0] is not back[1]
-
-
 WRAPPERS: dict[str, Any] = {
     "list": lambda inner: [inner],
-    "tuple": lambda inner: (inner,),
     "dict": lambda inner: {"a": inner},
-    "keyed": lambda inner: {1: inner},
     "escaped": lambda inner: {"$": inner},
-    "ordered": lambda inner: OrderedDict({None: inner}),
     "slice": lambda inner: slice(None, inner),
     "frozenset": lambda inner: frozenset({inner}),
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,6 @@ from penstock.client.states.batch_sizes import infer_batch_size
 from penstock.data import MapLoader
 from penstock.proto.errors import PenstockError
 from penstock.proto.tracebacks import fold_stack, format_remote, stack_in_a_line
-from penstock.worker.processes.control_channel import describe
 
 
 class Broken:
@@ -46,14 +43,6 @@ def test_a_run_of_our_frames_is_one_line() -> None:
     assert "in __getitem__" in user[2]
 
 
-def test_our_frames_at_the_outer_end_are_left_out() -> None:
-    error = raised(MapLoader(Broken(), batch_size=2))
-    assert error.__traceback__ is not None
-    text = format_remote(error.with_traceback(error.__traceback__.tb_next))
-    assert "of Penstock]" not in text
-    assert text.splitlines()[1].strip().endswith("in __getitem__")
-
-
 def test_our_frames_at_the_inner_end_stay() -> None:
     with pytest.raises(PenstockError) as caught:
         MapLoader(Broken(), batch_size=0)
@@ -71,23 +60,6 @@ def test_causes_and_groups_are_folded_too() -> None:
         text = format_remote(error)
     assert "RuntimeError: last" in text
     assert "of Penstock]" in text
-    assert "map_loader.py" not in text
-
-
-class Stuck(Broken):
-    def __getitem__(self, number: int) -> int:
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            raise LookupError(file.read())
-
-
-def test_the_stack_of_a_crash_is_folded() -> None:
-    with pytest.raises(LookupError) as caught:
-        list(MapLoader(Stuck(), batch_size=2))
-    text = fold_stack(caught.value.args[0])
-    first, ours = text.index("in __getitem__"), text.index("of Penstock]")
-    assert first < ours < text.index("in test_the_stack_of_a_crash_is_folded")
     assert "map_loader.py" not in text
 
 
@@ -116,22 +88,6 @@ def test_the_stack_of_one_thread_is_short() -> None:
         "<lambda> (/home/me/wrap.py:9)"
     )
     assert stack_in_a_line("(process 7 is gone)") == ""
-
-
-def test_stacks_of_threads_keep_their_titles() -> None:
-    crash = CRASH.format(ours=penstock.__path__[0])
-    text = fold_stack(crash + "\n\n" + crash.partition("\n\n")[2].replace("Current thread", "Thread"))
-    assert text.count("hread 0x00007fde6dffeb80") == 2
-    assert text.count("wrap.py") == 2
-    assert stack_in_a_line(text).count("wrap.py") == 1
-
-
-def test_an_error_of_a_torch_worker_is_told_once() -> None:
-    text = (
-        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
-        '  File "x.py", line 1, in f\nValueError: no such image\n'
-    )
-    assert describe(ValueError(text)) == "ValueError: no such image (in DataLoader worker process 0)"
 
 
 def test_a_warning_names_the_users_line() -> None:

@@ -34,6 +34,8 @@ def fingerprint(value: Any) -> Any:
         return kind, sorted(repr(fingerprint(item)) for item in value)
     if isinstance(value, (list, tuple)):
         return kind, [fingerprint(item) for item in value]
+    if hasattr(kind, "__dataclass_fields__"):
+        return kind, [fingerprint(getattr(value, name)) for name in kind.__dataclass_fields__]
     if kind is float:
         return kind, "nan" if math.isnan(value) else struct.pack("d", value)
     if kind is complex:
