@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import INPUTS, Daemon, start_daemon
 from pki import Pair, Pki
+
+from penstock.proto.rpc.channel import RunningServer, server_aio
+from penstock.proto.rpc.tls import Tls
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
 DEADLINE_S = 60.0
 SECRETS = {"client": "client-secret-c1c1", "worker": "worker-secret-w2w2", "admin": "admin-secret-a3a3"}
@@ -87,6 +95,37 @@ def start_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
     starter = Starter(tmp_path_factory.mktemp("processes"), [])
     yield starter
     starter.stop()
+
+
+class AnyStatus(CoordinatorServicer):
+    """A coordinator of two calls."""
+
+    async def Status(self, request: Any, context: Any) -> pb.StatusReply:
+        return pb.StatusReply()
+
+    async def PutBlob(self, parts: Any, context: Any) -> pb.PutBlobReply:
+        return pb.PutBlobReply(blob=str(len([part async for part in parts])))
+
+
+@asynccontextmanager
+async def answering(address: str, tokens: str, tls: Tls | None = None) -> AsyncIterator[RunningServer]:
+    """Serve it in this loop."""
+    served = await server_aio(
+        address,
+        tokens,
+        lambda server: add_CoordinatorServicer_to_server(AnyStatus(), server),  # type: ignore[abstract]
+        tls=tls,
+    )
+    try:
+        yield served
+    finally:
+        await served.stop(0)
+
+
+@pytest.fixture
+def socket_address() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield f"unix:{folder}/s"
 
 
 def tls_flags(ca: str = "", pair: Pair | None = None, name: str = "") -> list[str]:

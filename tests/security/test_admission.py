@@ -57,16 +57,8 @@ def test_many_peers_share_one_bucket() -> None:
     assert len(admission._peers) == 4
 
 
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [
-        ("ipv4:10.0.0.1:5000", "10.0.0.1"),
-        ("ipv6:%5B::1%5D:5000", "::1"),
-        ("unix:", "unix"),
-    ],
-)
-def test_peers_differ_by_address_not_by_port(peer: str, address: str) -> None:
-    assert address_of(peer) == address
+def test_peers_differ_by_address_not_by_port() -> None:
+    assert [address_of(peer) for peer in ("ipv6:%5B::1%5D:5000", "unix:")] == ["::1", "unix"]
 
 
 @limited(peer_burst=1, peer_per_s=0.4, all_per_s=4.0, all_burst=5)

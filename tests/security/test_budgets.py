@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ from bearer import metadata
 from fake_cluster import FakeCluster, limited
 from served import coordinator
 
-from penstock.appliance.core.migration import MIGRATION_S
-from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.appliance.journal.snapshot_store import MemoryBudget
 from penstock.appliance.limits import MIB, Limits
@@ -49,136 +45,6 @@ def test_slots_are_placed_in_slices() -> None:
         placed.append(cluster.placed)
     assert placed == [3, 6, 8]
     assert {len(box.slots) for attempt in cluster.open_attempts() for box in attempt.boxes.values()} == {2}
-
-
-@limited(slots_at_once=2)
-def test_unplaceable_slots_delay_no_others() -> None:
-    """Skip them, a slice at a time, and place the slots behind them."""
-    world = FakeCluster()
-    stuck, served = pb.OpenRunRequest(job="stuck"), pb.OpenRunRequest(job="served")
-    stuck.loader.input_fn, served.loader.input_fn = "elsewhere:f", "here:f"
-    request = pb.RegisterWorkerRequest(worker="w", session="s", host_id="h", slots=8, allow=["here"])
-    world.open(job="stuck", num_workers_per_box=7, loader=stuck.loader)
-    world.open(job="served", num_workers_per_box=2, loader=served.loader)
-    world.state_machine.workers.register_worker(request)
-    for _ in range(8):
-        world.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))
-    assert [slot.worker for slot in world.slots()] == [""] * 7 + ["w"] * 2
-
-
-@limited(slots_at_once=4)
-def test_a_fleet_that_is_lost_goes_in_slices() -> None:
-    world = FakeCluster()
-    workers = [world.worker(f"w{number}", 2) for number in range(6)]
-    box = world.open(num_workers_per_box=12)
-    for _ in range(4):
-        workers[0].report()
-    cluster = world.state_machine.cluster
-    assert cluster.placed == 12
-    left = [6]
-    while left[-1]:
-        world.run_for(0.25, [box])
-        left.append(len(cluster.workers))
-    assert left[-3:] == [4, 2, 0]
-    assert [slot.worker for slot in world.slots()] == [""] * 12
-
-
-def test_a_close_looks_at_no_other_box() -> None:
-    """Look at no other box when one is closed. Otherwise the time of all closes would grow with the square of their
-    number."""
-
-    class Counted(dict[int, Any]):
-        looks = 0
-
-        def values(self) -> Any:
-            type(self).looks += 1
-            return super().values()
-
-    world = FakeCluster()
-    boxes = [world.open(number, num_boxes=8, num_workers_per_box=1) for number in range(8)]
-    (attempt,) = world.state_machine.cluster.open_attempts()
-    attempt.boxes = Counted(attempt.boxes)
-    for box in boxes[:-1]:
-        box.close()
-        assert attempt.live == {
-            other.number for other in attempt.boxes.copy().values() if other.presence.name == "LIVE"
-        }
-    assert attempt.live == {7}
-    assert Counted.looks == 0
-
-
-@limited(slots_at_once=4)
-def test_runners_that_end_together_go_in_slices() -> None:
-    """A report of 1,024 lost slots took 77 ms; what is left of it is in the next one, which follows at once."""
-    world = FakeCluster()
-    worker = world.worker("w", 6)
-    world.open(0, num_boxes=1, num_workers_per_box=6)
-    while world.state_machine.placement.waiting:
-        world.state_machine.tick()
-    given = worker.heartbeat().assignments
-    assert len(given) == 6
-    world.worker("other", 6)
-    lost = [worker.slot_report(assignment, pb.FAILED) for assignment in given]
-    for report in lost:
-        report.lost = True
-    left: list[int] = []
-    while not left or left[-1]:
-        worker.heartbeat(*lost)
-        left.append(sum(slot.generation == 1 for slot in world.slots()))
-    assert left == [4, 2, 0]
-    assert all(slot.restarts == 1 for slot in world.slots())
-
-
-@limited(slots_at_once=4)
-def test_boxes_that_are_lost_go_in_slices() -> None:
-    world = FakeCluster()
-    for number in range(6):
-        world.open(number, num_boxes=6, num_workers_per_box=2)
-    live = [6]
-    while live[-1]:
-        world.run_for(0.25)
-        live.append(world.state_machine.cluster.live_boxes)
-    assert live[-3:] == [4, 2, 0]
-
-
-@limited(slots_at_once=3)
-def test_next_attempt_gets_the_freed_slots() -> None:
-    world = FakeCluster()
-    world.worker("w", 8)
-    world.open(num_workers_per_box=8, attempt_key="1")
-    for _ in range(4):
-        world.state_machine.tick()
-    assert world.state_machine.cluster.placed == 8
-    world.open(num_workers_per_box=8, attempt_key="2", client_id="again")
-    for _ in range(4):
-        world.state_machine.tick()
-    slots = world.slots()
-    assert [slot.worker for slot in slots] == ["w"] * 8
-    assert {slot.key.attempt for slot in slots} == {2}
-    assert set(world.state_machine.cluster.workers["w"].slots) == {slot.key for slot in slots}
-
-
-@limited(slots_at_once=1)
-def test_hand_overs_end_with_their_attempt() -> None:
-    """Migrate nothing for an attempt that is over."""
-    world = FakeCluster()
-    leaving = world.worker("a", 3)
-    for number in range(3):
-        world.open(number, num_boxes=3, num_workers_per_box=1, attempt_key="1")
-    while world.state_machine.placement.waiting:
-        world.state_machine.tick()
-    leaving.ready()
-    coming = world.worker("b", 3)
-    world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="a"))
-    coming.ready()
-    assert len(world.state_machine.placement.migrating) == 3
-    world.open(0, num_boxes=3, num_workers_per_box=1, attempt_key="2", client_id="again")
-    assert not world.state_machine.placement.migrating
-    world.now += MIGRATION_S + 0.1
-    world.state_machine.tick()
-    world.run_for(3, [leaving, coming])
-    assert not world.state_machine.placement.migrating
-    assert [slot.worker for slot in world.slots()] == ["b"]
 
 
 # ---------------------------------------------------------------------------------------------------- held answers
@@ -299,28 +165,6 @@ def test_a_worker_has_so_many_slots() -> None:
         FakeCluster().worker("w", 1025)
 
 
-def test_a_journal_may_hold_larger_workers(tmp_path: Path) -> None:
-    """Start on it, and tell the worker that has more slots than a coordinator takes now."""
-    directory = StateDir(tmp_path)
-    world = FakeCluster(directory=directory)
-    worker, _ = world.worker("w", 8), world.open(num_workers_per_box=8)
-    worker.ready()
-    with limited(worker_slots_max=4):
-        world.restart()
-        with pytest.raises(
-            InvalidArgumentError, match=r"slots of one worker must be at most 4, got 8: start several workers"
-        ):
-            worker.register()
-        worker.capacity = 4
-        worker.register()
-    assert len(worker.heartbeat().assignments) == 4
-    world.worker("other", 4)
-    worker.report()
-    assert {slot.worker for slot in world.slots()} == {"w", "other"}
-    world.journal.close()
-    directory.close()
-
-
 @limited(slots_max=4)
 def test_slots_of_one_token_are_counted() -> None:
     world = FakeCluster()
@@ -329,14 +173,9 @@ def test_slots_of_one_token_are_counted() -> None:
         world.open(job="b", num_workers_per_box=2)
 
 
-@pytest.mark.parametrize("field", ["session", "host_id", "local_address", "allow"])
-def test_a_registration_has_so_many_bytes(field: str) -> None:
+def test_a_registration_has_so_many_bytes() -> None:
     """Bound a registration: it is kept, and is part of every status, and eight of 4 MiB would exceed a reply."""
-    request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
-    if field == "allow":
-        request.allow.append("x" * 20_000)
-    else:
-        setattr(request, field, "x" * 20_000)
+    request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1, allow=["x" * 20_000])
     with pytest.raises(InvalidArgumentError, match="a worker's registration must have at most 16384 bytes, got 200"):
         FakeCluster().state_machine.workers.register_worker(request)
 
@@ -349,16 +188,3 @@ def test_a_report_tells_little_of_a_loader() -> None:
     report.capabilities.not_used = "x" * 20_000
     with pytest.raises(InvalidArgumentError, match="bytes of a loader's capabilities in a request"):
         worker.heartbeat(report)
-
-
-@pytest.mark.parametrize("lease_s", [math.nan, math.inf, -1.0])
-def test_a_lease_is_a_number_of_seconds(lease_s: float) -> None:
-    world = FakeCluster()
-    box = world.open()
-    world.worker("w", 1)
-    with pytest.raises(InvalidArgumentError, match="lease_s in a request to the coordinator must be"):
-        world.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
-    watch = box.progress()
-    watch.lease_s = lease_s
-    with pytest.raises(InvalidArgumentError, match="lease_s in a request to the coordinator must be"):
-        world.watch(watch)

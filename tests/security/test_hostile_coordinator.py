@@ -34,7 +34,7 @@ class Endless(CoordinatorServicer):
             yield self.part
             self.taken += 1
 
-    GetBlob = GetSnapshots = FetchState = FetchHistory = _parts
+    GetBlob = FetchState = FetchHistory = _parts
 
     async def Heartbeat(self, request: Any, context: Any) -> Any:
         return self.part
@@ -67,22 +67,14 @@ def refused(part: Any, error: type[PenstockError], words: str, *methods: str) ->
 
 
 Calls = list[Callable[[], Awaitable[Any]]]
-SNAPSHOTS, STATE = pb.GetSnapshotsRequest(), pb.FetchStateRequest(run="job/0", deadline_s=5)
+STATE = pb.FetchStateRequest(run="job/0", deadline_s=5)
 CALLS: dict[str, Callable[[AsyncCoordinatorClient, CoordinatorClient], Calls]] = {
     "GetBlob": lambda client, blocking: [
         lambda: client.get_blob("x"),
-        lambda: asyncio.to_thread(blocking.get_blob, "x"),
         lambda: asyncio.to_thread(blocking.get_blob_into, "x", bytearray().extend),
     ],
-    "GetSnapshots": lambda client, _: [lambda: client.get_snapshots(SNAPSHOTS)],
-    "FetchState": lambda client, blocking: [
-        lambda: client.fetch_state(STATE),
-        lambda: asyncio.to_thread(blocking.fetch_state, STATE),
-    ],
-    "FetchHistory": lambda client, blocking: [
-        lambda: asyncio.to_thread(blocking.fetch_histories, "job/0", 0),
-    ],
-    "a snapshot": lambda _, blocking: [lambda: asyncio.to_thread(blocking.fetch_snapshot, pb.SnapshotHeader())],
+    "FetchState": lambda client, _: [lambda: client.fetch_state(STATE)],
+    "FetchHistory": lambda _, blocking: [lambda: asyncio.to_thread(blocking.fetch_histories, "job/0", 0)],
     "Heartbeat": lambda client, blocking: [
         lambda: client.heartbeat(pb.HeartbeatRequest()),
         lambda: asyncio.to_thread(blocking.heartbeat, pb.HeartbeatRequest()),
@@ -91,26 +83,23 @@ CALLS: dict[str, Callable[[AsyncCoordinatorClient, CoordinatorClient], Calls]] =
 
 
 @pytest.mark.parametrize(
-    ("part", "methods"),
+    ("part", "method"),
     [
-        (pb.BlobPart(data=bytes(PART)), ["GetBlob"]),
-        (pb.HistoryPart(data=bytes(PART)), ["FetchHistory", "a snapshot"]),
-        (pb.SnapshotPart(header=pb.SnapshotHeader(size=1 << 50), data=b"x"), ["GetSnapshots"]),
-        (pb.StatePart(record=pb.WorkerRecord(state_bytes=1 << 50), data=b"x"), ["FetchState"]),
+        (pb.BlobPart(data=bytes(PART)), "GetBlob"),
+        (pb.HistoryPart(data=bytes(PART)), "FetchHistory"),
+        (pb.StatePart(record=pb.WorkerRecord(state_bytes=1 << 50), data=b"x"), "FetchState"),
     ],
-    ids=["blob", "history", "snapshot", "state"],
+    ids=["blob", "history", "state"],
 )
-def test_values_have_so_many_bytes(monkeypatch: pytest.MonkeyPatch, part: Any, methods: list[str]) -> None:
+def test_values_have_so_many_bytes(monkeypatch: pytest.MonkeyPatch, part: Any, method: str) -> None:
     monkeypatch.setattr(reply_parts, "VALUE_MAX", 4 * PART)
-    refused(part, ProtocolError, f"at most .*{4 * PART} bytes", *methods)
+    refused(part, ProtocolError, f"at most .*{4 * PART} bytes", method)
 
 
 @pytest.mark.parametrize(
     ("limit", "part", "method"),
     [
-        ("RECORDS_MAX", pb.StatePart(record=pb.WorkerRecord(box=3)), "FetchState"),
         ("RECORDS_MAX", pb.StatePart(parts=[pb.StatePart(record=pb.WorkerRecord(box=3))] * 9), "FetchState"),
-        ("SNAPSHOTS_MAX", pb.SnapshotPart(header=pb.SnapshotHeader(total=3)), "GetSnapshots"),
         ("HISTORIES_MAX", pb.HistoryPart(history=pb.History(attempt=3)), "FetchHistory"),
     ],
 )
@@ -119,19 +108,9 @@ def test_replies_have_so_many_values(monkeypatch: pytest.MonkeyPatch, limit: str
     refused(part, ProtocolError, "must have at most 8", method)
 
 
-@pytest.mark.parametrize(
-    ("part", "methods"),
-    [
-        (pb.BlobPart(), ["GetBlob"]),
-        (pb.SnapshotPart(), ["GetSnapshots"]),
-        (pb.StatePart(), ["FetchState"]),
-        (pb.HistoryPart(), ["FetchHistory", "a snapshot"]),
-    ],
-    ids=["blob", "snapshot", "state", "history"],
-)
-def test_empty_parts_are_refused(part: Any, methods: list[str]) -> None:
+def test_empty_parts_are_refused() -> None:
     """A reply without a limit could hold any number of values until the deadline."""
-    refused(part, ProtocolError, "must not be empty", *methods)
+    refused(pb.BlobPart(), ProtocolError, "must not be empty", "GetBlob")
 
 
 def test_what_is_no_reply_is_an_error() -> None:

@@ -17,7 +17,6 @@ from fake_cluster import FakeCluster, limited
 
 from penstock.appliance.core import views
 from penstock.appliance.core.entities import AttemptState
-from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.limits import MIB
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
 from penstock.proto.rpc.bounds import message_bounds
@@ -30,7 +29,6 @@ from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 LARGEST = 4 * MIB - 64
 BOX = pb.WatchRunRequest(run="job/0", attempt=1, client_id="c").SerializeToString()
 HEARTBEAT = pb.HeartbeatRequest(worker="w", session="s").SerializeToString()
-WORKER = pb.RegisterWorkerRequest(worker="w", session="s", slots=1).SerializeToString()
 OPENING = pb.OpenRunRequest(
     job="other",
     client_id="c",
@@ -66,33 +64,11 @@ def trouble() -> bytes:
     return pb.LaneTrouble(slot=0, generation=1).SerializeToString()
 
 
-def abandoned() -> bytes:
-    size, parts = 0, []
-    for epoch in range(1, 500_000):
-        parts.append(part(11, pb.AbandonedEpoch(epoch=epoch, step=epoch).SerializeToString()))
-        size += len(parts[-1])
-        if size > LARGEST - len(BOX) - 32:
-            break
-    return b"".join(parts)
-
-
 REQUESTS: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "empty reports": (
-        "Heartbeat",
-        lambda: HEARTBEAT + full_of(part(5, b"")),
-    ),
-    "unreachable slots": ("WatchRun", lambda: BOX + full_of(part(71, trouble()))),
-    "one epoch abandoned": ("WatchRun", lambda: BOX + full_of(part(11, b""))),
-    "epochs abandoned": ("WatchRun", lambda: BOX + abandoned()),
+    "empty reports": ("Heartbeat", lambda: HEARTBEAT + full_of(part(5, b""))),
     "live slots": ("WatchRun", lambda: BOX + part(7, b"\x08\x05" + part(3, b"\x01" * (LARGEST - 64)) + part(5, b""))),
-    "slots of a position": ("WatchRun", lambda: BOX + part(7, full_of(part(5, b"")))),
     "progress of a query": ("FetchState", lambda: part(6, BOX + full_of(part(71, trouble()))[: 3 * MIB // 8 * 8])),
-    "live slots of an opening": ("OpenRun", lambda: OPENING + part(14, part(3, b"\x01" * (LARGEST - 256)))),
     "unknown fields in a start": ("OpenRun", lambda: OPENING + part(14, full_of(b"\xa0\x06\x01"))),
-    "prefixes": (
-        "RegisterWorker",
-        lambda: WORKER + full_of(part(8, b"")),
-    ),
 }
 
 
@@ -138,8 +114,7 @@ def answers(cluster: Cluster) -> bool:
         return bool(CoordinatorStub(channel).Status(pb.StatusRequest(), metadata=metadata(TOKEN), timeout=30).version)
 
 
-@pytest.mark.parametrize("token", [TOKEN, "a-wrong-token-0123456789"])
-def test_a_compressed_bomb_is_not_unpacked(cluster: Cluster, token: str) -> None:
+def test_a_compressed_bomb_is_not_unpacked(cluster: Cluster) -> None:
     """96 MiB of zeros, 0.1 on the wire. More would keep a slow sender busy for longer than a connection may take."""
     assert answers(cluster)
     before = peak_memory(cluster.coordinator.pid)
@@ -147,7 +122,7 @@ def test_a_compressed_bomb_is_not_unpacked(cluster: Cluster, token: str) -> None
     with grpc.insecure_channel(cluster.address, options=options, compression=grpc.Compression.Gzip) as channel:
         call: Any = channel.unary_unary(METHOD)
         with pytest.raises(grpc.RpcError) as refused:
-            call(bytes(SENT), metadata=metadata(token), timeout=60)
+            call(bytes(SENT), metadata=metadata(TOKEN), timeout=60)
     assert refused.value.code() in (
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -190,13 +165,6 @@ def test_fields_are_counted_at_every_level() -> None:
         deep = pb.StatePart(parts=[deep])
     with pytest.raises(InvalidArgumentError, match="fields"):
         check_fields(deep.SerializeToString(), pb.StatePart.DESCRIPTOR, 100)
-
-
-@pytest.mark.parametrize("data", [b"\xff" * 99, b"\x2a\xff\xff\xff\x0f" + bytes(9), b"\x08" + b"\x80" * 99])
-def test_malformed_bytes_are_the_parsers(data: bytes) -> None:
-    check_fields(data, pb.HeartbeatRequest.DESCRIPTOR, 40)
-    with pytest.raises(InvalidArgumentError, match="a request of Heartbeat cannot be decoded"):
-        parsed_request("Heartbeat", pb.HeartbeatRequest.FromString, data)
 
 
 def test_unknown_fields_are_left_out() -> None:
@@ -275,22 +243,6 @@ def test_a_worker_can_always_be_answered() -> None:
     for _ in range(4):
         worker.heartbeat()
     assert len(worker.heartbeat().assignments) == placed, "what has ended makes room"
-
-
-def test_room_for_assignments_outlives_a_restart(tmp_path: Path) -> None:
-    directory = StateDir(tmp_path)
-    world = FakeCluster(directory=directory)
-    worker = world.worker("w", 1024)
-    opening = pb.OpenRunRequest()
-    opening.loader.arguments = bytes(200 << 10)
-    world.open(num_workers_per_box=256, loader=opening.loader)
-    placed = len(worker.heartbeat().assignments)
-    size = world.state_machine.cluster.workers["w"].slots
-    world.restart(worker)
-    assert len(worker.heartbeat().assignments) == placed
-    assert world.state_machine.cluster.workers["w"].slots == size
-    world.journal.close()
-    directory.close()
 
 
 def test_state_requests_come_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

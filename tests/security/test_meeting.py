@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -78,13 +76,3 @@ def test_a_second_rank_0_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     first.leave(lambda: None)
     again.publish(ACCESS)
     again.leave(lambda: None)
-
-
-def test_rank_0_without_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: socket.socket, address: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    ranks = meeting(0, 3, monkeypatch)
-    monkeypatch.setattr("socket.socket.bind", refuse, raising=False)
-    with pytest.raises(PenstockError, match=r"cannot listen for the other ranks .*Too many open files"):
-        ranks.publish(ACCESS)

@@ -8,50 +8,22 @@ import os
 import shutil
 import socket
 import ssl
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lane_doors import listeners, refusing
 from pki import Pair, Pki
+from tests.security.conftest import answering
 
 from penstock.proto.errors import AuthenticationError, CoordinatorUnavailableError, TlsError
 from penstock.proto.lane.tls_socket import connect_tls
 from penstock.proto.rpc import channel
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.rpc.channel import RunningServer, server_aio
 from penstock.proto.rpc.credentials.tokens import Tokens, read_again, read_token, read_tokens
 from penstock.proto.rpc.tls import Renewing, Tls, expires, host_of, load_tls
-from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
 OLD, NEW = "o" * 64, "n" * 64
-
-
-class Coordinator(CoordinatorServicer):
-    async def Status(self, request: Any, context: Any) -> pb.StatusReply:
-        return pb.StatusReply()
-
-
-@asynccontextmanager
-async def coordinator(address: str, tokens: str, tls: Tls | None = None) -> AsyncIterator[RunningServer]:
-    def register(server: Any) -> None:
-        add_CoordinatorServicer_to_server(Coordinator(), server)  # type: ignore[abstract]
-
-    served = await server_aio(address, tokens, register, tls=tls)
-    try:
-        yield served
-    finally:
-        await served.stop(0)
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield f"unix:{folder}/s"
 
 
 def put(file: Path, text: str) -> None:
@@ -82,7 +54,9 @@ async def refused(client: AsyncCoordinatorClient) -> bool:
 # -------------------------------------------------------------------------------------------------------------- tokens
 
 
-def test_tokens_are_rotated_and_taken_away(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_rotated_and_taken_away(
+    tmp_path: Path, socket_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channel, "RENEW_S", 0.01)
     all_of_them, of_one = tmp_path / "all", tmp_path / "one"
     put(all_of_them, f"admin:{OLD}")
@@ -90,12 +64,12 @@ def test_tokens_are_rotated_and_taken_away(tmp_path: Path, address: str, monkeyp
 
     async def run() -> None:
         async with (
-            coordinator(address, read_tokens(all_of_them)),
-            AsyncCoordinatorClient(address, OLD) as old,
-            AsyncCoordinatorClient(address, NEW) as new,
-            AsyncCoordinatorClient(address, read_token("admin", file=of_one)) as follows,
+            answering(socket_address, read_tokens(all_of_them)),
+            AsyncCoordinatorClient(socket_address, OLD) as old,
+            AsyncCoordinatorClient(socket_address, NEW) as new,
+            AsyncCoordinatorClient(socket_address, read_token("admin", file=of_one)) as follows,
         ):
-            with CoordinatorClient(address, read_token("admin", file=of_one)) as blocking:
+            with CoordinatorClient(socket_address, read_token("admin", file=of_one)) as blocking:
                 assert await let_in(old)
                 assert await let_in(follows)
                 assert await refused(new)
@@ -192,7 +166,9 @@ def test_mismatched_files_are_not_taken_up(
     assert not of_role.renew(), "it is no certificate of a worker"
 
 
-def test_coordinator_takes_up_its_new_tls_files(tmp_path: Path, address: str, pki: Pki, pair: Pair, other: Pki) -> None:
+def test_coordinator_takes_up_its_new_tls_files(
+    tmp_path: Path, socket_address: str, pki: Pki, pair: Pair, other: Pki
+) -> None:
     """The CA is replaced: both are trusted first, then new certificates are made, then the old CA is taken away."""
     files, mine = Files(tmp_path / "files"), Files(tmp_path / "mine")
     files.hold(pki, pair=pair)
@@ -200,43 +176,45 @@ def test_coordinator_takes_up_its_new_tls_files(tmp_path: Path, address: str, pk
     newer = other.issue("newer")
 
     async def run() -> None:
-        async with coordinator(address, OLD, files.load()) as served:
+        async with answering(socket_address, OLD, files.load()) as served:
             assert served.files is not None
             assert served.files.expires_at == expires(mine.load()).timestamp()
-            async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as stays:
+            async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as stays:
                 assert await let_in(stays)
                 files.hold(pki, other)
                 mine.hold(pki, other)
                 for each in (pair, newer):
                     mine.hold(pair=each)
-                    async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as client:
+                    async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
                         assert await let_in(client)
                 files.hold(other, pair=newer)
                 assert await let_in(stays), "its connection lasts"
             mine.hold(other)
-            async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as client:
+            async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
                 assert await let_in(client)
             mine.hold(pki, other, pair=pair)
-            async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as client:
+            async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
                 assert await refused(client), "the CA of its certificate is not trusted any more"
 
     asyncio.run(run())
 
 
-def test_callers_reconnect_with_their_new_files(tmp_path: Path, address: str, pki: Pki, pair: Pair, other: Pki) -> None:
+def test_callers_reconnect_with_their_new_files(
+    tmp_path: Path, socket_address: str, pki: Pki, pair: Pair, other: Pki
+) -> None:
     files, mine = Files(tmp_path / "files"), Files(tmp_path / "mine")
     files.hold(pki, pair=pair)
     mine.hold(pki, pair=pair)
     newer = other.issue("of-the-other-ca")
 
     async def run() -> None:
-        async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as client:
-            blocking = CoordinatorClient(address, OLD, tls=mine.load())
-            async with coordinator(address, OLD, files.load()):
+        async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
+            blocking = CoordinatorClient(socket_address, OLD, tls=mine.load())
+            async with answering(socket_address, OLD, files.load()):
                 assert await let_in(client)
                 await asyncio.to_thread(blocking.status)
             files.hold(other, pair=newer)
-            async with coordinator(address, OLD, files.load()):
+            async with answering(socket_address, OLD, files.load()):
                 for _ in range(3):
                     assert await refused(client)
                     with pytest.raises(CoordinatorUnavailableError):

@@ -10,15 +10,13 @@ import pytest
 from pki import Pair, Pki
 from tests.security.conftest import SECRETS, Starter, tls_flags
 
-from penstock.proto.errors import CoordinatorUnavailableError, PenstockError, TlsError
+from penstock.proto.errors import PenstockError, TlsError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 QUICK_S = 8.0
 """Far below any deadline of a call, far above what a busy machine takes for a refusal."""
-
-Given = Callable[[Pki, Pair], Tls | None]
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +60,6 @@ def errors_of(address: str, tls: Tls | None) -> list[PenstockError]:
     return found
 
 
-def test_a_caller_with_a_certificate_is_let_in(mutual: str, pki: Pki, pair: Pair) -> None:
-    ask(mutual, load_tls(pki.ca, pair.cert, pair.key))
-
-
 def test_without_a_ca_callers_need_no_certificate(one_way: str, pki: Pki, pair: Pair) -> None:
     ask(one_way, load_tls(pki.ca))
     ask(one_way, load_tls(pki.ca, pair.cert, pair.key))
@@ -81,52 +75,24 @@ def test_expected_name_may_differ_from_address(start: Starter, pki: Pki, pair: P
             assert f"{address} shows a certificate for another name than {expected}" in error.message
 
 
-def no_tls(pki: Pki, pair: Pair) -> Tls | None:
-    return None
-
-
-def no_certificate(pki: Pki, pair: Pair) -> Tls | None:
-    return load_tls(pki.ca)
-
-
-def unknown_certificate(pki: Pki, pair: Pair) -> Tls | None:
+def test_who_is_not_let_in_hears_why_at_once(mutual: str, pki: Pki, pair: Pair) -> None:
     stranger = pki.self_signed("stranger")
-    return load_tls(pki.ca, stranger.cert, stranger.key)
-
-
-def other_ca(pki: Pki, pair: Pair) -> Tls | None:
-    return load_tls(pki.self_signed("other-ca").cert, pair.cert, pair.key)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (no_tls, "uses TLS, and this end does not: pass the CA, --tls-ca FILE"),
-        (no_certificate, "requests a certificate and this end has none"),
-        (unknown_certificate, r"does not accept the certificate tls_cert=.*stranger\.pem"),
-        (other_ca, r"shows a certificate that is not signed by tls_ca=.*other-ca\.pem"),
-    ],
-)
-def test_who_is_not_let_in_hears_why_at_once(mutual: str, pki: Pki, pair: Pair, given: Given, says: str) -> None:
-    for error in errors_of(mutual, given(pki, pair)):
-        assert isinstance(error, TlsError)
-        with pytest.raises(TlsError, match=f"the coordinator at {mutual} .*{says}"):
-            raise error
+    for given, says in (
+        (None, "uses TLS, and this end does not: pass the CA, --tls-ca FILE"),
+        (load_tls(pki.ca), "requests a certificate and this end has none"),
+        (load_tls(pki.ca, stranger.cert, stranger.key), r"does not accept the certificate tls_cert=.*stranger\.pem"),
+        (
+            load_tls(pki.self_signed("other-ca").cert, pair.cert, pair.key),
+            r"shows a certificate that is not signed by tls_ca=.*other-ca\.pem",
+        ),
+    ):
+        for error in errors_of(mutual, given):
+            assert isinstance(error, TlsError)
+            with pytest.raises(TlsError, match=f"the coordinator at {mutual} .*{says}"):
+                raise error
 
 
 def test_tls_to_a_plain_coordinator(plain: str, pki: Pki, pair: Pair) -> None:
     for error in errors_of(plain, load_tls(pki.ca, pair.cert, pair.key)):
         assert isinstance(error, TlsError)
         assert f"{plain} does not use TLS, and this end does (tls_ca={pki.ca})" in error.message
-
-
-def test_a_replaced_coordinator_counts_as_away(start: Starter, pki: Pki, pair: Pair) -> None:
-    """A restart with another certificate, by mistake, must not end workers and training jobs."""
-    first = start.coordinator(*tls_flags(pki.ca, pair))
-    with CoordinatorClient(first.line, SECRETS["admin"], tls=load_tls(pki.ca, pair.cert, pair.key)) as client:
-        client.status()
-        first.process.kill()
-        first.process.wait()
-        start.coordinator("--listen", first.line)
-        with pytest.raises(CoordinatorUnavailableError):
-            client.status()
