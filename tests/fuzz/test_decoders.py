@@ -10,7 +10,6 @@ import functools
 import random
 import time
 import tracemalloc
-from collections.abc import Callable
 
 import pytest
 from targets.every import EVERY
@@ -43,12 +42,6 @@ def check(target: Target, data: bytes) -> None:
     assert took <= PATIENCE * target.most_s, f"{took:.1f} s for an input of {data!r}"
 
 
-def check_many(name: str, share: float, draw: Callable[[random.Random], bytes]) -> None:
-    target, dice = EVERY[name], random.Random(name)
-    for _ in range(round(share * target.examples)):
-        check(target, draw(dice))
-
-
 def damaged(name: str, dice: random.Random) -> bytes:
     """A valid encoding with a few changes: bits flipped, bytes cut out or put in, numbers changed, another's end."""
     data = bytearray(dice.choice(seeds(name)))
@@ -78,10 +71,7 @@ def test_what_an_honest_peer_says_is_taken(name: str) -> None:
 
 
 @TARGETS
-def test_any_bytes(name: str) -> None:
-    check_many(name, 0.15, lambda dice: dice.randbytes(dice.randint(0, dice.choice([8, 40, 400]))))
-
-
-@TARGETS
 def test_damaged_bytes(name: str) -> None:
-    check_many(name, 0.4, lambda dice: damaged(name, dice))
+    target, dice = EVERY[name], random.Random(name)
+    for _ in range(2 * target.examples // 5):
+        check(target, damaged(name, dice))

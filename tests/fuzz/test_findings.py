@@ -7,49 +7,22 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 from typing import Any
 
 import pytest
 import torch
-from census import open_as
 from lane_frames import a_frame
 from tests.client.conftest import Rig
 
-from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
-from penstock.client.stream.ordered_reader import OUTRUN
-from penstock.proto.errors import LaneLostError, ProtocolError, StateCorruptError, UnsupportedStateError
+from penstock.proto.errors import LaneLostError, ProtocolError
 from penstock.proto.lane.consumer import Consumer
-from penstock.proto.lane.frames import (
-    BATCH,
-    CLOSE,
-    KNOWN_BYTES,
-    MAX_FRAME,
-    MAX_PACKET,
-    PIECE,
-    RING,
-    STRUCTURE,
-    Ack,
-    framed,
-    pack_shapes,
-)
-from penstock.proto.lane.producer import MOST_ABANDONS, MOST_WANTED, Producer
-from penstock.proto.lane.ring import MAX_ENTRIES
+from penstock.proto.lane.frames import BATCH, CLOSE, MAX_FRAME, Ack, framed, pack_shapes
+from penstock.proto.lane.producer import MOST_WANTED, Producer
 from penstock.proto.lane.tcp import sealed
-from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import Sender
-from penstock.worker.loader.restart_points import RestartPoint
 from penstock.worker.processes.child_processes import Child
-from penstock.worker.processes.control_channel import (
-    MAX_FDS,
-    MAX_PAYLOAD,
-    ControlChannel,
-    ControlMessage,
-    MessageInbox,
-    counts,
-    encode_head,
-)
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, counts, encode_head
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.slots.snapshots import MAX_BYTES, MOST, SlotSnapshots, StoredSnapshot
 
@@ -63,20 +36,6 @@ def seqpacket() -> tuple[socket.socket, socket.socket]:
 
 
 # ---- lanes
-
-
-def test_frame_above_packet_size_is_refused() -> None:
-    producer = Producer(1 << 20)
-    producer.know_structure(1, b"one")
-    peer, sock = seqpacket()
-    producer.attach(sock, lane_pb2.Hello())
-    frame = a_frame(kind=BATCH, total=1, structure=1, inline=bytes(MAX_FRAME))
-    reserved = producer.reserve(100)
-    assert reserved is not None
-    with pytest.raises(ProtocolError, match=str(MAX_PACKET)):
-        producer.forward(reserved, frame)
-    producer.close(0.0)
-    peer.close()
 
 
 def test_failed_frame_costs_lane_not_batch() -> None:
@@ -117,36 +76,17 @@ def test_failed_ack_costs_lane_not_credits() -> None:
     peer.close()
 
 
-@pytest.mark.parametrize("kind", [STRUCTURE, BATCH])
-def test_useless_frames_are_not_read_for_ever(kind: int) -> None:
-    """Announcements, or batches of an epoch that was left."""
+def test_useless_frames_are_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of an epoch that was left."""
+    monkeypatch.setattr("penstock.proto.lane.consumer.MAX_UNUSED", 20)
     peer, sock = seqpacket()
     consumer = Consumer(sock, "slot 0")
     consumer.abandons = 1
-    useless = framed(a_frame(kind=kind, structure=1, inline=b"x", size=1).encode())
-    packet = useless * (MAX_FRAME // len(useless))
-
-    def flood() -> None:
-        try:
-            while True:
-                peer.send(packet)
-        except OSError:
-            pass
-
-    flooding = threading.Thread(target=flood)
-    flooding.start()
-
-    def read() -> None:
-        while True:
-            assert consumer.receive() is None
-
-    try:
-        with pytest.raises(ProtocolError, match="without a batch"):
-            read()
-    finally:
-        consumer.close(say_so=False)
-        flooding.join(DEADLINE_S)
-        peer.close()
+    peer.send(21 * framed(a_frame(kind=BATCH, structure=1, inline=b"x", size=1).encode()))
+    with pytest.raises(ProtocolError, match="without a batch"):
+        [consumer.receive() for _ in range(30)]
+    consumer.close(say_so=False)
+    peer.close()
 
 
 def test_endless_duplicate_batches_end_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,40 +105,6 @@ def test_endless_duplicate_batches_end_the_lane(monkeypatch: pytest.MonkeyPatch)
         rig.close()
 
 
-def test_both_ends_drop_structures_alike() -> None:
-    """Three of 3 MiB are more than is remembered: the first is announced anew, and nothing breaks."""
-    producer = Producer(1 << 20)
-    peer, sock = seqpacket()
-    producer.attach(sock, lane_pb2.Hello())
-    consumer = Consumer(peer, "slot 0")
-    size = 3 << 20
-    assert 2 * size <= KNOWN_BYTES < 3 * size
-    announced = 0
-    for total, structure in enumerate([1, 2, 3, 1, 3, 2, 2], 1):
-        producer.know_structure(structure, bytes([structure]) * size)
-        reserved = producer.reserve(10)
-        assert reserved is not None
-        producer.publish(reserved, total, 0, structure, 10, b"", 0)
-        while True:
-            frame = consumer.receive_any()
-            if frame is None:
-                producer.flush()
-            elif frame.kind == STRUCTURE:
-                announced += len(frame.rest)
-            elif frame.kind != RING:
-                break
-        assert (frame.total, consumer.structures[structure][:1]) == (total, bytes([structure]))
-        assert sum(map(len, consumer.structures.values())) <= KNOWN_BYTES
-        consumer.delivered(total)
-        consumer.release([frame.ring, frame.entry])
-        consumer.flush()
-        producer.take_acks()
-    assert announced == 5 * size, "1, 2, 3, then 1 in place of 2, then 2 in place of 3"
-    assert announced % PIECE == 0
-    producer.close(0.0)
-    consumer.close()
-
-
 def test_producers_memory_of_acks_is_bounded() -> None:
     producer = Producer(1 << 20)
     peer, sock = seqpacket()
@@ -212,21 +118,6 @@ def test_producers_memory_of_acks_is_bounded() -> None:
         producer.take_acks()
     assert not producer.attached
     assert len(producer.wanted) <= MOST_WANTED
-    peer.close()
-
-
-def test_exhausted_abandon_count_is_survived() -> None:
-    producer = Producer(1 << 20)
-    producer.know_structure(1, b"one")
-    peer, sock = seqpacket()
-    producer.attach(sock, lane_pb2.Hello(abandons=MOST_ABANDONS))
-    peer.send(Ack(abandon_epoch=1).encode())
-    producer.take_acks()
-    assert not producer.attached
-    reserved = producer.reserve(10)
-    assert reserved is not None
-    producer.publish(reserved, 1, 0, 1, 10, b"", 0)
-    producer.close(0.0)
     peer.close()
 
 
@@ -254,48 +145,6 @@ def test_remote_acks_in_the_daemon_are_bounded() -> None:
     runner.close()
 
 
-def test_steps_are_announced_with_many_slots() -> None:
-    slots = 16
-    rig = Rig(slots)
-    try:
-        rig.reader._refresh()
-        assert rig.reader.announce(CheckpointSchedule.of(1), None) == (slots * OUTRUN - 1) // 2 + 1
-        rig.reader.flush()
-        for runner in rig.runners:
-            runner.producer.take_acks()
-            assert sorted(runner.producer.wanted) == list(range(1, OUTRUN + 1))
-        assert OUTRUN // 2 > MAX_ENTRIES, "when the loop is half way there, a whole ring ahead of it is still announced"
-    finally:
-        rig.close()
-
-
-@pytest.mark.parametrize("live", [slice(None), slice(1)])
-def test_announced_steps_fit_with_very_many_slots(live: slice) -> None:
-    slots = 64
-    rig = Rig(slots)
-    position = rig.reader.position
-    position.live = position.live[live]
-    try:
-        rig.reader._refresh()
-        for _ in range(2):  # the second time right away, as at the end of a short epoch
-            again = rig.reader.announce(CheckpointSchedule.of(1), None)
-            rig.reader.flush()
-            runner = rig.runners[0]
-            runner.producer.take_acks()
-            assert runner.producer.attached, "the runner accepts all requests"
-        assert set(range(1, OUTRUN + 1)) <= runner.producer.wanted.keys()
-        assert again is not None
-        at = position.copy()
-        while at.step < again:
-            at.deliver()
-        assert max(runner.producer.wanted) - at.total[0] > MAX_ENTRIES, "a whole ring ahead is still announced"
-        hello = lane_pb2.Hello()
-        next(lane for lane in rig.reader._lanes if lane.slot == 0).hello(hello)
-        assert hello.ByteSize() < MAX_FRAME // 2, "the lane can be opened again"
-    finally:
-        rig.close()
-
-
 # ---- what a daemon hears of its children
 
 
@@ -307,41 +156,11 @@ def test_child_cannot_truncate_progress_page() -> None:
     progress_page.close()
 
 
-@pytest.mark.parametrize("text", [b"[]", b"3", b'"kind"', b"{}", b'{"kind": 3}', b"[" * 100_000, b"\xff", b'{"kind": '])
-def test_control_message_is_an_object_with_kind(text: bytes) -> None:
-    inbox = MessageInbox()
-    head = bytearray(encode_head(ControlMessage("x"))[:13])
-    head[:4] = len(text).to_bytes(4, "little")
-    inbox.feed(bytes(head) + text, [])
-    with pytest.raises(ProtocolError):
-        inbox.take()
-
-
-def test_unannounced_descriptors_are_closed() -> None:
-    inbox = MessageInbox()
-    inbox.feed(b"", [os.memfd_create("unannounced") for _ in range(MAX_FDS)])
-    with pytest.raises(ProtocolError, match=f"got {MAX_FDS + 1}"):
-        inbox.feed(b"", [os.memfd_create("unannounced")])
-    assert not open_as("/memfd:unannounced")
-
-
-@pytest.mark.parametrize("value", [None, -1, 1.5, True, "3", 1 << 64, [1]])
+@pytest.mark.parametrize("value", [None, -1, True, 1 << 64])
 def test_a_count_from_a_child_is_a_count(value: Any) -> None:
     with pytest.raises(ProtocolError):
         counts(ControlMessage("point", {"total": value}), "total")
     assert counts(ControlMessage("point", {"total": 3}), "total") == [3]
-
-
-def test_unloadable_state_is_refused_when_made() -> None:
-    class Large(bytes):
-        def __len__(self) -> int:
-            return MAX_PAYLOAD + 1
-
-    ours, theirs = socket.socketpair()
-    with pytest.raises(UnsupportedStateError, match=str(MAX_PAYLOAD)):
-        ControlChannel(ours).send("point", Large())
-    ours.close()
-    theirs.close()
 
 
 def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[ControlMessage]]:
@@ -401,11 +220,3 @@ def test_number_of_epoch_starts_is_bounded() -> None:
     kept = list(store)
     assert len(kept) <= MOST + 2
     assert (kept[0].total, kept[-1].total) == (1, 199)
-
-
-@pytest.mark.parametrize(
-    "value", [None, [], {}, {"restart": {}}, {"user": 1, "restart": {"epoch_start": {}, "at": [1]}}]
-)
-def test_invalid_restart_point_is_a_damaged_state(value: Any) -> None:
-    with pytest.raises(StateCorruptError):
-        RestartPoint.decode(encode_state(value))

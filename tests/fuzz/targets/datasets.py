@@ -11,10 +11,8 @@ import pyarrow
 import pyarrow.parquet
 from targets.target import Target, pieces, script
 
-from penstock.data.formats.arrow.reader import index_arrow
 from penstock.data.formats.compressed_files import COMPRESSIONS, pack, unpack
 from penstock.data.formats.index import INDEX, read_index, write_index
-from penstock.data.formats.megatron import index_megatron
 from penstock.data.formats.parquet.footer import row_groups
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
@@ -107,31 +105,6 @@ def _shard_seeds() -> list[bytes]:
     return seeds
 
 
-def _foreign_shards() -> list[Shard]:
-    """Shards of other libraries' files, and of a stream of rows whose columns are read in each way."""
-    return [
-        index_megatron(OTHERS / "megatron" / "images.bin", "images.bin"),
-        index_arrow(OTHERS / "saved_datasets" / "splits" / "test" / "data-00000-of-00001.arrow", "a.arrow"),
-    ]
-
-
-def _foreign(data: bytes) -> None:
-    """As in `_shard`."""
-    steps = list(pieces(data, 2))
-    if not steps:
-        raise DatasetError("nothing")
-    shards = _foreign_shards()
-    _read_shard(shards[steps[0][0] % len(shards)], [content for _, content in steps])
-
-
-def _foreign_seeds() -> list[bytes]:
-    megatron, saved = OTHERS / "megatron", OTHERS / "saved_datasets" / "splits" / "test"
-    return [
-        script((0, (megatron / "images.bin").read_bytes()), (0, (megatron / "images.idx").read_bytes())),
-        script((1, (saved / "data-00000-of-00001.arrow").read_bytes())),
-    ]
-
-
 def _example(data: bytes) -> None:
     try:
         example_of(data)
@@ -149,6 +122,5 @@ TARGETS = [
     Target("unpack", _unpack, _unpack_seeds),
     Target("parquet-footer", _footer, _footer_seeds),
     Target("shard", _shard, _shard_seeds, examples=200),
-    Target("foreign-shard", _foreign, _foreign_seeds, examples=300),
     Target("example", _example, _example_seeds),
 ]
