@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from benchmarks import gpu, gpu_staging, gpu_step
 
@@ -22,9 +21,3 @@ def test_step_and_staging_on_the_cpu_backend(tmp_path: Path) -> None:
     text = gpu.page(results | {"transfer": [row], "step": step, "staging": staging})
     assert "| 1024 KiB | penstock | 9 | 1.00 | 0.95 | 3.0 | 40 |" in text
     assert "9 passed" in text
-
-
-def test_without_a_device_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main(["--page", str(tmp_path / "gpu.md")]) == 3
-    assert not list(tmp_path.iterdir())

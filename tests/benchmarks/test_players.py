@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,20 +31,3 @@ def test_players_answer_in_turn(stage: Stage) -> None:
             assert found["cpu_s"].keys() == roles
             assert found["memory"].keys() == roles
     assert stage.failures == []
-
-
-def test_a_failure_is_told_and_the_player_goes_on(stage: Stage) -> None:
-    stage.start([MEMCPY])
-    assert stage.measure(MEMCPY, Case("nothing", 4096, slots=0), TIMES) is None
-    assert len(stage.failures) == 1
-    assert stage.failures[0].startswith(f"{MEMCPY}, nothing: ")
-    assert stage.measure(MEMCPY, CASE, TIMES) is not None
-
-
-def test_players_do_not_see_the_local_penstock(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PENSTOCK_COORDINATOR", "elsewhere:1")
-    stage.start([MEMCPY])
-    pid = stage._players[MEMCPY]._process.pid
-    assert b"PENSTOCK_" not in Path(f"/proc/{pid}/environ").read_bytes()
-    assert b"PATH=" in Path(f"/proc/{pid}/environ").read_bytes()
-    assert "PENSTOCK_COORDINATOR" in os.environ

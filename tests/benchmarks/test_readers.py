@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks.readers.__main__ import QUICK, compare
 from benchmarks.readers.batch_reader import Ours, all_samples
 from benchmarks.readers.pairs import ORDERS, PAIRS
-from benchmarks.readers.report import ratios
 from benchmarks.streaming_data import value_checksum
 from benchmarks.streaming_player import answer_of
 from benchmarks.streaming_report import OURS
@@ -47,18 +46,6 @@ def test_readers_take_turns(tmp_path: Path) -> None:
     assert asked[:2] == [f"write {PAIR.peer}", f"write {OURS}"], "the other library writes what both read"
     assert found["checked"]
     assert not found["failures"]
-
-
-def test_other_samples_are_a_failure(tmp_path: Path) -> None:
-    found, _ = compared(tmp_path, ours=2)
-    assert not found["checked"]
-    assert len(found["failures"]) == 2 * len(ORDERS)
-
-
-def test_ratios_are_of_turns_side_by_side() -> None:
-    ours = [{"samples": samples, "seconds": 2.0} for samples in (20, 30, 40)]
-    theirs = [{"samples": 10, "seconds": 1.0}, None, {"samples": 40, "seconds": 1.0}]
-    assert ratios(ours, theirs) == [0.5, 1.0]
 
 
 def test_our_reader_reads_what_was_written(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 from benchmarks.sources import Amounts, figures, sizes
 from benchmarks.sources_cases import Rows, documents
 from benchmarks.sources_report import judge, markdown
@@ -35,25 +32,3 @@ def test_everybody_has_a_turn() -> None:
     assert "| DataLoader, 0 processes |" in text
     assert "| 1,000,000,000 |" in text
     assert [verdict.met for verdict in judge(results)].count(None) == 0
-
-
-def _results(seek: float, cost: float) -> dict[str, Any]:
-    one = {"Penstock": 100.0, "DataLoader": 200.0}
-    rounds = [
-        {
-            "read": {"0": one, "2": one},
-            "saved": {processes: {"Penstock": {"rate": 90.0, "cost": cost}} for processes in ("0", "2")},
-            "seek": {str(10**9): {"Penstock": seek}},
-            "packed": {"1": {"plain": 100.0, "saved": {"rate": 90.0, "cost": cost}}, "by hand": {"plain": 100.0}},
-        }
-    ]
-    return {**SETTING, "rounds": rounds, "sizes": {}}
-
-
-@pytest.mark.parametrize(("seek", "cost", "met"), [(0.0099, 0.05, True), (0.0101, 0.051, False)])
-def test_what_is_missed_is_said(seek: float, cost: float, met: bool) -> None:
-    results = _results(seek, cost)
-    verdicts = judge(results)
-    assert len(verdicts) == 4
-    assert {verdict.met for verdict in verdicts} == {met}
-    assert "0.50x" in markdown(results)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 from benchmarks.streaming import Players, Size, figures
 from benchmarks.streaming_data import KINDS, TINY
 from benchmarks.streaming_ours import Floor, Ours
 from benchmarks.streaming_player import answer_of
-from benchmarks.streaming_quality import quality
-from benchmarks.streaming_report import FLOORS, OURS, judge, markdown, same_values
+from benchmarks.streaming_report import FLOORS, OURS, judge, markdown
 
 KEPT = ("1 KiB", "JPEG", "cold")
 SMALL = Size(tuple(KINDS[name].fewer(500) for name in KEPT), TINY.fewer(200), 5, 4000, (), 10, 300, 0.0)
@@ -47,20 +44,3 @@ def test_all_suites_of_penstock_in_a_small_run(tmp_path: Path) -> None:
     verdicts = judge(found)
     assert [verdict.met for verdict in verdicts if "mosaicml" in verdict.what] == [None] * 8
     assert all(verdict.met for verdict in verdicts if "order kept" in verdict.what)
-
-
-def test_quality_of_a_uniform_permutation() -> None:
-    found = quality(np.random.default_rng(0).permutation(100_000), 100, 1000)
-    assert found.displacement == pytest.approx(1 / 3, rel=0.02)
-    assert found.neighbours == pytest.approx(1, rel=0.1)
-    assert found.window_shards == pytest.approx(1, rel=0.01)
-    assert found.chi_square == pytest.approx(1, rel=0.2)
-    assert found.most_in_use == 1
-
-
-def test_readers_who_read_other_values_are_told() -> None:
-    one, other = {"samples": 2, "checksum": 5}, {"samples": 2, "checksum": 6}
-    assert same_values([("a", one), ("b", one)]) == ("2 samples by a, b", [])
-    same, failures = same_values([("a", one), ("b", other)])
-    assert not same
-    assert len(failures) == 2
