@@ -260,37 +260,6 @@ def test_appliance_signature() -> None:
     assert all(parameter.default is not inspect.Parameter.empty for parameter in rest)
 
 
-def test_appliance_is_a_context_manager() -> None:
-    appliance = resolve("penstock.client:Appliance")
-    assert callable(appliance.__enter__)
-    assert callable(appliance.__exit__)
-
-
-def test_checkpoint_closure_decorates_a_function() -> None:
-    inspect.signature(resolve("penstock.client:checkpoint_closure")).bind(lambda: None)
-
-
-class FourMethods:
-    """The least that is a RestartableDataLoader."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None: ...
-
-    def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        return {}
-
-    def deaggregate_state_dict(self, aggregated: dict[str, Any], strict: bool = True) -> dict[str, Any]:
-        return aggregated
-
-
-def test_restartable_data_loader_runtime_check() -> None:
-    protocol = resolve("penstock.client:RestartableDataLoader")
-    assert isinstance(FourMethods(), protocol)
-    assert not isinstance(object(), protocol)
-
-
 def test_data_loader_checkpoint_fields_and_ids() -> None:
     kind = resolve("penstock.client:DataLoaderCheckpoint")
     assert CHECKPOINT_FIELDS.keys() <= {field.name for field in dataclasses.fields(kind)}

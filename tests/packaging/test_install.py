@@ -27,12 +27,11 @@ def test_the_conda_recipe_needs_what_pip_needs() -> None:
     assert entry_point == f"penstock = {project['scripts']['penstock']}"
 
 
-@pytest.mark.parametrize(("platform", "name"), [("darwin", "macOS"), ("win32", "Windows")])
 @pytest.mark.parametrize("module", ["penstock.client", "penstock.worker", "penstock.deploy.__main__"])
-def test_another_system_is_named(platform: str, name: str, module: str) -> None:
-    program = f"import sys; sys.platform = {platform!r}; import {module} as m; getattr(m, 'main', int)()"
+def test_another_system_is_named(module: str) -> None:
+    program = f"import sys; sys.platform = 'darwin'; import {module} as m; getattr(m, 'main', int)()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert f"Penstock must run on Linux, got {name}" in last
+    assert "Penstock must run on Linux, got macOS" in last
     assert "container" in last

@@ -139,10 +139,3 @@ def test_a_service_that_cannot_start_says_why(site: Site) -> None:
     job = site.submit("service.sbatch", PENSTOCK_COORDINATOR_INSECURE="")
     assert site.slurm.wait(job, "FAILED")["ExitCode"] == "16:0"
     assert "can be reached from other machines" in site.log(job)
-
-
-@pytest.mark.timeout(120)
-def test_workers_without_a_service_say_why(site: Site) -> None:
-    job = site.submit("workers.sbatch", options=("--array=1",))
-    site.slurm.wait(f"{job}_1", "FAILED")
-    assert "penstock/address: No such file or directory" in site.log(f"{job}_1")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from penstock.appliance.server.metrics import readings
 from penstock.appliance.server.service import CoordinatorCounters
-from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.counters import CallCounters, Histogram
 from penstock.runtime.telemetry.metric_catalogue import CATALOGUE
-from penstock.runtime.web.prometheus import Collector, MetricReadings, metrics_route
+from penstock.runtime.web.prometheus import Collector
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -38,23 +35,6 @@ def test_the_page_names_every_metric() -> None:
         names = [metric.name.removeprefix("penstock_") for metric in CATALOGUE if process in metric.processes]
         row = f"| {title} | {', '.join(f'`{name}`' for name in names if name != 'build_info')} |"
         assert row in DOCS.read_text(), f"docs/metrics.md should hold:\n{row}"
-
-
-def test_what_is_read_must_be_in_the_catalogue() -> None:
-    found = MetricReadings("worker")
-    found.add("penstock_worker_capacity", 1)
-    with pytest.raises(KeyError):
-        found.add("penstock_worker_mood", 1)
-    with pytest.raises(AssertionError, match="penstock_box_step is of another process"):
-        found.add("penstock_box_step", 1, run="r", box=0)
-    with pytest.raises(AssertionError, match="penstock_slot_queue_batches has other labels"):
-        found.add("penstock_slot_queue_batches", 1, run="r", box=0)
-
-
-def test_missing_prometheus_client_names_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(InvalidArgumentError, match=r"pip install 'penstock\[metrics\]'"):
-        metrics_route(Collector(lambda: MetricReadings("worker")))
 
 
 def fleet(boxes: int, slots: int) -> pb.StatusReply:

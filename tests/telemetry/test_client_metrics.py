@@ -11,9 +11,7 @@ import pytest
 
 from penstock.client import Appliance, metrics
 from penstock.client.metrics import open_web
-from penstock.client.stream import open_streams
-from penstock.client.stream.open_streams import SaveCounters
-from penstock.proto.errors import AuthenticationError, InvalidArgumentError, PortTakenError, UnsafeBindError
+from penstock.proto.errors import AuthenticationError, InvalidArgumentError, UnsafeBindError
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +44,6 @@ def test_ranks_of_a_host_take_successive_ports() -> None:
         assert b'penstock_build_info{process="client"' in answer.read()
 
 
-def test_port_in_use_error_names_rule_for_ranks() -> None:
-    port = free_ports()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port + 1))
-        taken.listen()
-        with pytest.raises(PortTakenError, match=rf"port {port + 1} of 127\.0\.0\.1 is in use.*PORT \+ LOCAL_RANK"):
-            open_web(f"127.0.0.1:{port}", 1, "", None)
-
-
 def test_a_process_has_one_server() -> None:
     url = open_web("127.0.0.1:0", 3, "", None)
     assert open_web("127.0.0.1:0", 3, "", None) == url
@@ -70,16 +59,3 @@ def test_remote_access_needs_tls_and_a_token(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InvalidArgumentError, match="penstock\\[metrics\\]"):
         Appliance("127.0.0.1:1", job="j", http="127.0.0.1:0", token="abc")
-
-
-def test_saves_are_counted_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_streams, "saves", SaveCounters())
-    open_streams.saves.begun()
-    open_streams.saves.begun()
-    open_streams.saves.stalled(0.25)
-    open_streams.saves.ended(10, 2.0, 1000, ok=True)
-    open_streams.saves.ended(20, 3.0, 5, ok=False)
-    (found,) = [f for f in metrics.collector().collect() if f.name == "penstock_checkpoint_saves"]
-    assert {sample.labels["status"]: sample.value for sample in found.samples} == {"ok": 1, "error": 1}
-    saves = open_streams.saves
-    assert (saves.in_flight, saves.last_step, saves.last_write_s, saves.written_bytes) == (0, 10, 2.0, 1005)

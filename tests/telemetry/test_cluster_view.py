@@ -8,14 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.appliance.server.dashboard import MOST_BOXES, dashboard
-from penstock.appliance.server.metrics import readings
-from penstock.appliance.server.service import CoordinatorCounters
+from penstock.appliance.server.dashboard import dashboard
 from penstock.deploy.operations.show_status import tables
 from penstock.deploy.operations.watch_status import Screen
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.cluster_view import as_dict, view
-from penstock.runtime.telemetry.counters import CallCounters, Histogram
 
 
 def status() -> pb.StatusReply:
@@ -68,25 +65,8 @@ def test_live_runs_come_first_and_ended_are_folded() -> None:
     assert [row[0] for row in folded.rows] == ["j/0", "gone/0"]
     assert (folded.note, whole.note) == ("2 runs have ended: `penstock status --all` shows them.", "")
     assert [row[0] for row in whole.rows] == ["j/0", "gone/0", "old/0", "older/0"]
-    console = Console(width=100, height=40, file=io.StringIO())
-    console.print(Screen(found))
-    assert isinstance(console.file, io.StringIO)
-    assert "2 runs have ended (`penstock status --all`)." in console.file.getvalue()
     assert dashboard(found)["ended"] == "2 runs have ended."
     assert [run["run"] for run in as_json(reply)["runs"]] == ["j/0", "gone/0", "old/0", "older/0"]
-
-
-def test_metrics_and_view_agree_on_lost_worker() -> None:
-    found = readings(status(), CoordinatorCounters(CallCounters(), Histogram([1.0]), 0, 0, {}))
-    workers = {
-        sample.labels["phase"]: sample.value
-        for family in found.families()
-        for sample in family.samples
-        if sample.name == "penstock_workers"
-    }
-    assert workers == {"live": 1, "draining": 0, "lost": 1}
-    lost = view(status()).workers[1]
-    assert (lost.state, lost.heard_of) == ("lost", "2 min ago")
 
 
 def test_json_keeps_its_names() -> None:
@@ -114,38 +94,3 @@ def test_json_keeps_its_names() -> None:
         *("tcp_address", "version", "allow"),
     ]
     assert list(found["events"][0]) == ["kind", "fault", "at", "age_s", "text", "run", "worker", "count"]
-
-
-def test_json_says_null_for_what_is_not_known() -> None:
-    run = as_json(status())["runs"][0]
-    assert run["recommended_workers_per_box"] is None
-    assert (run["bottleneck"]["box"], run["bottleneck"]["worker"]) == (0, None)
-    known, failed = run["boxes"][0]["slots"]
-    assert (known["snapshot_age_s"], known["note"], known["batch_s"], known["error"]) == (130, None, None, None)
-    assert failed["snapshot_age_s"] is None
-
-
-def test_page_marks_what_is_to_be_looked_at() -> None:
-    reply = status()
-    slots = reply.runs[0].boxes[0].slots
-    slots.add(slot=2, phase=pb.READY, wait_share=0.2)
-    slots.add(slot=3, phase=pb.READY)
-    slots.add(slot=4, phase=pb.WAITING)
-    (run,) = dashboard(view(reply))["runs"]
-    shown = run["map"][0]["slots"]
-    assert [slot["state"] for slot in shown] == ["ahead", "failed", "hot", "dry", "waiting"]
-    assert [slot["sign"] for slot in shown] == ["3", "\u2715", "\u25b20", "0", "\u2013"]
-    assert shown[0]["text"].startswith("Box 0 slot 0: ready, worker a, 3 batches ready, 61.7 batches/s")
-    assert run["finding"] == {"alarm": "warn", "title": "\u25b2 Recovering", "text": "see its error"}
-    assert run["boxes"]["rows"][0][5] == {"text": "26%", "share": 0.256, "hot": True}
-
-
-def test_page_shows_the_boxes_that_wait_most() -> None:
-    reply = pb.StatusReply()
-    run = reply.runs.add(run="j/0", open=True)
-    for number in range(3 * MOST_BOXES):
-        run.boxes.add(box=number, wait_share=number / 1000)
-    (shown,) = dashboard(view(reply))["runs"]
-    assert [row[0] for row in shown["boxes"]["rows"]] == [str(n) for n in range(2 * MOST_BOXES, 3 * MOST_BOXES)]
-    assert shown["more"] == f"The {MOST_BOXES} of {3 * MOST_BOXES} boxes that wait most."
-    assert shown["finding"]["title"] == "\u2026 No box is live"

@@ -62,15 +62,6 @@ def test_a_message_has_an_end(formatter: logging.Formatter) -> None:
     assert "characters left out" in text
 
 
-def test_text_shows_what_the_message_does_not_say() -> None:
-    formatter = TextLines()
-    fields = about(run="lm/0", attempt=1, box=0, slot=3, generation=2, worker="w1")
-    assert formatter.format(record("lost", **fields)).endswith("penstock.test: lost [run=lm/0 box=0 slot=3]")
-    said = formatter.format(record("lm/0 box 0 slot 3: lost\nand more", **fields))
-    assert said.endswith("penstock.test: lm/0 box 0 slot 3: lost\n    and more")
-    assert formatter.format(record("lm/0 box 0 slot 30: lost", **fields)).endswith("[slot=3]")
-
-
 def test_text_cannot_be_forged_by_a_field() -> None:
     first, *more = TextLines().format(record("lost", run="a\nb\x1b")).split("\n")
     assert "\x1b" not in "".join([first, *more])

@@ -32,14 +32,6 @@ def test_a_line_is_drawn_over_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     assert terminal.getvalue() == "\r\x1b[Kstep 1\r\x1b[Kstep 2 " + 12 * "x" + "\n"
 
 
-def test_lines_stay_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    line = Progress()
-    line.show("step 1")
-    line.show("step 2")
-    line.finish()
-    assert capsys.readouterr().err == "step 1\nstep 2\n"
-
-
 @pytest.mark.parametrize("stream", [None, "closed"])
 def test_nobody_to_read_it_is_no_error(stream: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
