@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import cli_page
 import pytest
@@ -18,12 +16,7 @@ import typer.main
 
 from penstock.deploy.cli.main import app
 from penstock.deploy.console import exit_codes
-from penstock.deploy.console.app import completed
 from penstock.deploy.console.exit_codes import CODES, CommandError, exit_code, guarded
-from penstock.deploy.console.options import Debug, Flags, flags_of
-from penstock.deploy.console.settings import (
-    WorkerSettings,
-)
 from penstock.proto.errors import CATALOGUE, PenstockError, StateUnavailableError
 
 COMMANDS = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -87,21 +80,6 @@ def test_the_manual_is_current() -> None:
     assert page.endswith(cli_page.MARK + cli_page.made()), "run make cli, and commit docs/cli.md"
 
 
-@completed
-def _command(flags: Annotated[Flags, WorkerSettings], debug: Debug = False) -> tuple[Flags, bool]:
-    return flags, debug
-
-
-def test_a_commands_flags_come_as_one_parameter() -> None:
-    names = list(flags_of(WorkerSettings))
-    assert list(inspect.signature(_command).parameters) == [*names, "debug", "config"]
-    none: dict[str, Any] = dict.fromkeys(names)
-    given = {**none, "slots": 2, "allow": ["a", "b"]}
-    assert _command(**given, debug=True, config=None) == ({**none, "slots": 2, "allow": "a,b"}, True)
-    assert _command(**{**none, "allow": []}, debug=False)[0] == none
-    assert _command(**{**none, "allow": [""]}, debug=False)[0]["allow"] == ""
-
-
 def code_of(error: BaseException | None) -> int:
     def command() -> None:
         if error is not None:
@@ -157,26 +135,10 @@ def test_ctrl_c_is_quiet(shell: Any) -> None:
     assert command.log.read_text() == ""
 
 
-def test_a_closed_pipe_is_quiet(shell: Any) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.deploy", "config", "--json"],
-        env={**shell.env({}), "PYTHONUNBUFFERED": "1"},
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
-    os.close(write)
-    assert (done.returncode, done.stderr) == (10, "")
-
-
 @pytest.mark.parametrize(
     ("redirected", "code", "says"),
     [
         ("config > /dev/full", 10, "standard output cannot be written: No space left on device"),
-        ("config >&-", 10, "standard output must be open"),
         ("state $'\\xff'", 2, "an argument must be valid UTF-8, got \\udcff"),
     ],
 )
@@ -191,37 +153,6 @@ def test_what_cannot_be_said_or_read_is_one_line(shell: Any, redirected: str, co
     )
     assert (done.returncode, done.stderr.splitlines()[:-1]) == (code, [])
     assert says in done.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("state", "job", "--step", "9" * 20),
-        ("replay", "job", "--allow", "x", "--step", "1", "--box", "9" * 10),
-    ],
-)
-def test_number_out_of_range_is_a_usage_error(shell: Any, arguments: tuple[str, ...]) -> None:
-    done = shell.call(*arguments, PENSTOCK_COORDINATOR="127.0.0.1:9")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.search(r"less than or equal to|is not in the range", done.error), "typer's words, of two releases"
-    assert "Traceback" not in done.stderr
-
-
-def test_ctrl_c_while_it_is_being_imported() -> None:
-    code = """
-import builtins, sys
-from penstock.deploy.__main__ import main
-real = builtins.__import__
-def interrupted(name, *rest):
-    if name == "penstock.deploy.console.exit_codes":
-        raise KeyboardInterrupt
-    return real(name, *rest)
-builtins.__import__ = interrupted
-sys.argv[1:] = ["config"]
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_json_error_is_one_object_on_stderr(shell: Any) -> None:

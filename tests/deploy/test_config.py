@@ -4,7 +4,6 @@ config`, as a user runs it."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import tomllib
 from pathlib import Path
@@ -90,7 +89,6 @@ def test_paths_in_a_file_are_relative_to_it(written: Path, monkeypatch: pytest.M
             r"penstock.toml:2: coordinator must not be in \[worker\]: .*\[cluster\]",
         ),
         ("[worker]\n\nslots = 0\n", r"penstock.toml:3: slots = 0: it should be greater than or equal to 1"),
-        ("[client]\nbatches = 0\n", r"\[client\] has no setting 'batches'"),  # another one's section, and all the same
         ("[coordinator]\nleas = 3\n", r"\[coordinator\] has no setting 'leas'; did you mean lease\?"),
     ],
 )
@@ -170,17 +168,7 @@ def test_the_commands_take_the_file(shell: Any) -> None:
     assert "did you mean worker?" in json.loads(done.error)["error"]["message"]
 
 
-def test_files_that_are_none(written: Path, tmp_path: Path) -> None:
-    written.write_text("a = " + "[" * 100_000)
-    with pytest.raises(InvalidArgumentError, match="must be TOML: maximum recursion"):
-        check_settings_file()
-    written.unlink()
-    os.mkfifo(written)  # nobody writes: it would be waited for
-    with pytest.raises(InvalidArgumentError, match="must be a regular file"):
-        check_settings_file()
-
-
-@pytest.mark.parametrize("line", ["slots = true", "slots = 8.0", 'slots = "8"', "insecure = 1", 'drain = "3"'])
+@pytest.mark.parametrize("line", ["slots = true", 'slots = "8"', "insecure = 1"])
 def test_a_value_of_another_type_is_not_taken(written: Path, line: str) -> None:
     written.write_text(f'[worker]\nallow = "x"\n{line}\n' + ("" if "slots" in line else "slots = 2\n"))
     with pytest.raises(InvalidArgumentError, match=rf"{written}:3: .* it should be a valid "):
@@ -203,22 +191,15 @@ def test_config_refuses_what_the_daemon_refuses(shell: Any) -> None:
 @pytest.mark.parametrize(
     ("section", "flags", "says"),
     [
-        (PeerSettings, {"coordinator": "node1"}, '--coordinator node1: an address must be "HOST:PORT"'),
         (PeerSettings, {"coordinator": "node1:70700"}, '--coordinator node1:70700: an address must be "HOST:PORT"'),
         (PeerSettings, {"coordinator": "node1:0"}, "with the port that the coordinator printed"),
-        (PeerSettings, {"coordinator": "::1:7070"}, "[::1]:7070"),
         (PeerSettings, {"coordinator": "http://node1:7070"}, "without a scheme"),
-        (PeerSettings, {"coordinator": "a\0b:1"}, "a host must be printable text"),
         (CoordinatorSettings, {}, "--state-dir (or the variable PENSTOCK_COORDINATOR_STATE_DIR) must be given"),
-        (CoordinatorSettings, {"state_dir": "x", "lease": 0.1}, "--lease 0.1: it should be greater than or equal"),
         (CoordinatorSettings, {"state_dir": "x", "lease": float("nan")}, "--lease nan: it should be a finite number"),
         (WorkerSettings, {"slots": 0, "allow": "a"}, "--slots 0: it should be greater than or equal to 1"),
-        (WorkerSettings, {"slots": 1}, "--allow (or the variable PENSTOCK_WORKER_ALLOW) must be given"),
         (WorkerSettings, {"slots": 1, "allow": " ,"}, "at least one module prefix must be given"),
         (WorkerSettings, {"slots": 1, "allow": "my-package"}, "or '*' for all, got 'my-package'"),
-        (WorkerSettings, {"slots": 1, "allow": "a/b.py"}, "or '*' for all, got 'a/b.py'"),
         (WorkerSettings, {"slots": 1, "allow": "a", "listen": "0.0.0.0:0"}, "can connect to, got 0.0.0.0"),
-        (WorkerSettings, {"slots": 1, "allow": "a", "listen": "[::]:0"}, "can connect to, got ::"),
         (WorkerSettings, {"slots": 1, "allow": "a", "name": " w"}, "a name must be printable text"),
     ],
 )
@@ -231,11 +212,6 @@ def test_a_bad_variable_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PENSTOCK_WORKER_SLOTS", "many")
     with pytest.raises(InvalidArgumentError, match="PENSTOCK_WORKER_SLOTS=many: it should be a valid integer"):
         resolve(WorkerSettings, allow="a")
-
-
-def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"--slots 0: .*; --allow \(or .* must be given"):
-        resolve(WorkerSettings, slots=0)
 
 
 def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

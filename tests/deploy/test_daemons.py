@@ -67,16 +67,6 @@ def test_port_taken(shell: Any) -> None:
         )
         assert "E0000" not in done.stderr  # gRPC's own report
         assert done.stdout == ""
-        lanes = shell.call("worker", "--slots", "1", "--allow", "streams", "--listen", address)
-        assert lanes.returncode == 13
-        assert address in lanes.error
-
-
-@pytest.mark.parametrize("daemon", ["coordinator --state-dir state", "worker --slots 1 --allow x"])
-def test_an_address_of_another_machine(shell: Any, daemon: str) -> None:
-    done = shell.call(*daemon.split(), "--listen", "192.0.2.1:0", "--insecure")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "cannot listen on 192.0.2.1:0" in done.error
 
 
 @pytest.mark.parametrize("arguments", [("coordinator", "--state-dir", "state"), ("worker", "--slots=1", "--allow=x")])
@@ -91,29 +81,6 @@ def test_a_state_directory_in_use(coordinator: Any) -> None:
     done = coordinator.call("coordinator", *LOCAL, "--state-dir", "state")
     assert done.returncode == 14
     assert "in use by another coordinator" in done.error
-
-
-def test_a_state_directory_that_cannot_be(shell: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for token in (None, "given-given-given"):
-        done = shell.call("coordinator", *LOCAL, "--state-dir", "file/state", PENSTOCK_TOKEN=token)
-        assert done.returncode == 14
-        assert "file/state" in done.error
-
-
-@pytest.mark.parametrize("path", ["no/such/file", "folder"])
-def test_a_ready_file_that_cannot_be_written(coordinator: Any, path: str, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    place = str(tmp_path / path)
-    for daemon in (
-        ("coordinator", "--listen", "127.0.0.1:0", "--state-dir", str(tmp_path / "state")),
-        ("worker", "--slots", "1", "--allow", "x"),
-    ):
-        done = coordinator.call(*daemon, "--ready-file", place)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert f"--ready-file {Path(place)} cannot be written" in done.error
-        assert "Traceback" not in done.stderr
-    assert list(tmp_path.parent.glob(f"{tmp_path.name}.*")) == []  # nothing half-made
 
 
 def test_worker_registers_and_leaves(coordinator: Any) -> None:
@@ -135,33 +102,15 @@ def _workers(coordinator: Any, name: str) -> list[dict[str, Any]]:
 
 
 def test_worker_waits_for_coordinator_and_ends(shell: Any) -> None:
-    started = shell.begin("worker", "--slots", "1", "--allow", "streams", PENSTOCK_COORDINATOR=_closed_port())
+    started = shell.begin("worker", "--slots", "1", "--allow", "streams", PENSTOCK_COORDINATOR="127.0.0.1:1")
     until(lambda: "waiting for the coordinator" in started.log.read_text())
     assert started.process.poll() is None
     assert started.stop(signal.SIGINT) == 0
     assert "Traceback" not in started.log.read_text()
 
 
-def _closed_port() -> str:
-    """An address that nobody listens on, and that nobody else is given while the socket lives."""
-    closed = socket.socket()
-    closed.bind(("127.0.0.1", 0))
-    _held.append(closed)
-    return f"127.0.0.1:{closed.getsockname()[1]}"
-
-
-_held: list[socket.socket] = []
-
-
-@pytest.fixture(autouse=True)
-def _let_go() -> Any:
-    yield
-    while _held:
-        _held.pop().close()
-
-
 def test_unreachable_wrong_token_and_no_token(coordinator: Any) -> None:
-    address = _closed_port()
+    address = "127.0.0.1:1"
     done = coordinator.call("status", "--coordinator", address)
     assert done.returncode == 11
     assert done.error.startswith(f"penstock: the coordinator at {address} cannot be reached (Status): ")
@@ -174,9 +123,6 @@ def test_unreachable_wrong_token_and_no_token(coordinator: Any) -> None:
     missing = coordinator.call("status", PENSTOCK_TOKEN=None)
     assert missing.returncode == 12
     assert "PENSTOCK_TOKEN_FILE" in missing.error
-    unreadable = coordinator.call("status", "--token-file", "no/such/file")
-    assert unreadable.returncode == 12
-    assert "no/such/file cannot be read" in unreadable.error
 
 
 # ---- the dashboard's door
@@ -197,14 +143,6 @@ def test_default_dashboard_port_is_a_free_one(shell: Any) -> None:
     for started in (first, second):
         says = "127.0.0.1:7071 is in use, so the dashboard takes a free port" in started.log.read_text()
         assert says is not dashboard(started).endswith(":7071")  # another test's may have had it
-        found = json.loads(shell.call("status", "--json", "--coordinator", started.line).stdout)
-        assert found["coordinator"]["dashboard"] == dashboard(started)
-        with urllib.request.urlopen(f"{dashboard(started)}/", timeout=30) as reply:
-            assert b"<title>Penstock</title>" in reply.read()
-    taken = dashboard(first).removeprefix("http://")
-    done = shell.call("coordinator", *LOCAL, "--state-dir", "c", "--http", taken)
-    assert done.returncode == 13
-    assert f"{taken} is in use: choose another port" in done.error
 
 
 def test_reachable_dashboard_requires_the_token(shell: Any) -> None:

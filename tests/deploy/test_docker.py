@@ -19,17 +19,6 @@ REPO = Path(__file__).parents[2]
 DOCKERFILE = (REPO / "deploy" / "docker" / "Dockerfile").read_text()
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 
-BLOCKED = """
-import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "fsspec"}:
-            raise ModuleNotFoundError(f"the image of the coordinator has no {name}")
-
-sys.meta_path.insert(0, Missing())
-"""
-
 
 def instructions() -> list[tuple[str, str]]:
     """(name, rest) of each, lines joined, comments left out."""
@@ -78,21 +67,3 @@ def test_role_has_command_probe_and_settings(role: str, settings: Any) -> None:
     known = {variable(settings, field) for field in settings.model_fields}
     given = {word.partition("=")[0] for name, rest in stages()[role] if name == "ENV" for word in rest.split()}
     assert {name for name in given if name.startswith("PENSTOCK_")} <= known
-
-
-def test_extras_exist_and_versions_match() -> None:
-    for extras in re.findall(r"^ARG EXTRAS=(\S+)$", DOCKERFILE, re.MULTILINE):
-        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
-    assert set(re.findall(r"-t penstock-\w+:(\S+)", DOCKERFILE)) == {PROJECT["version"]}
-    manifests = [*(REPO / "deploy" / "kubernetes").rglob("*.yaml")]
-    tags = {tag for file in manifests for tag in re.findall(r"image: penstock-\w+:(\S+)", file.read_text())}
-    assert tags == {PROJECT["version"]}
-
-
-def test_coordinator_needs_no_torch_or_fsspec(shell: Any) -> None:
-    (shell.folder / "sitecustomize.py").write_text(BLOCKED)
-    path = f"{shell.folder}:{shell.environment['PYTHONPATH']}"
-    started = shell.start("coordinator", "--listen", "127.0.0.1:0", "--state-dir", "state", PYTHONPATH=path)
-    assert shell.call("status", "--coordinator", started.line).returncode == 0
-    assert "has no torch" in shell.run("doctor", "streams:slow", PYTHONPATH=path).stderr, "which does need it"
-    assert started.stop() == 0

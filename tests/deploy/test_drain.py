@@ -12,9 +12,8 @@ from cluster import TOKEN
 from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.errors import InputFnError, SupersededError
+from penstock.proto.errors import SupersededError
 from penstock.proto.rpc.calls import CoordinatorClient
-from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def box(coordinator: Any, job: str) -> Appliance:
@@ -41,18 +40,6 @@ def test_idle_worker_is_drained_and_undrained(coordinator: Any, worker: str) -> 
     assert (done.returncode, done.stdout) == (0, "worker w1 takes slots again; it has 0\n")
 
 
-def test_a_worker_that_is_not_there_is_named(coordinator: Any, worker: str) -> None:
-    done = coordinator.call("worker", "drain", "w2")
-    assert done.returncode == 18
-    assert done.error == "penstock: no worker 'w2' is registered: see `penstock status`"
-
-
-def test_daemon_option_before_drain_is_refused(coordinator: Any, worker: str) -> None:
-    done = coordinator.call("worker", "--coordinator", "127.0.0.1:1", "drain", worker)
-    assert done.returncode == 2
-    assert "must come after `drain`; before the subcommand it is an option of the daemon" in done.stderr
-
-
 @pytest.fixture
 def holding(coordinator: Any, worker: str) -> Iterator[None]:
     """A job has the worker's one slot, and nobody else has a place for it."""
@@ -73,21 +60,6 @@ def test_slot_without_free_capacity_ends_the_wait(coordinator: Any, worker: str)
     assert done.stdout.startswith(
         "worker w1 still runs 1 slots; no other worker has free capacity for 1 of these slots"
     )
-
-
-def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str) -> None:
-    address = coordinator.environment["PENSTOCK_COORDINATOR"]
-    with (
-        CoordinatorClient(address, TOKEN) as client,
-        box(coordinator, "failing") as appliance,
-    ):
-        with pytest.raises(InputFnError):
-            list(DataExecutor(DataLoader(streams.raises), appliance=appliance))
-        until(lambda: client.status().runs[-1].boxes[0].slots[0].phase == pb.FAILED)
-        done = coordinator.call("worker", "drain", worker, "--timeout", "1")
-        assert done.returncode == 17
-        assert "w1 still runs 1 slots; 1 of these slots have failed, and stay until their" in done.error
-    coordinator.call("worker", "drain", worker, "--undo")
 
 
 @pytest.mark.usefixtures("holding")

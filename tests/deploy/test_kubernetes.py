@@ -15,19 +15,13 @@ from typing import Any, Literal
 
 import kubernetes_validate
 import pytest
-import yaml
-from manifests import KUBERNETES, VARIANTS, Pod, pods, rendered, settings_of
+from manifests import VARIANTS, Pod, pods, rendered, settings_of
 from pki import Pki
-from typer.main import get_command
 from waiting import until
-
-from penstock.deploy.cli.main import app
 
 OLDEST, NEWEST = "1.30", "1.37"
 """Versions of Kubernetes whose schemas the manifests are held to. 1.30 is the first with all that they use stable."""
 ROLES = ("coordinator", "worker", "client")
-GIVEN = {f"penstock-{kind}-{role}" for kind in ("tls", "tokens") for role in ROLES}
-"""Secrets that the user makes: docs/deploy.md."""
 DOWNWARD = {
     "status.podIP": "127.0.0.1",
     "metadata.name": "penstock-worker-0",
@@ -62,7 +56,7 @@ def test_every_document_is_strictly_valid(variant: str, version: str) -> None:
                 assert job.keys() <= {"name", "replicas", "template", "dependsOn"}
                 made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
                 kubernetes_validate.validate(made, version, strict=True)
-        elif document["kind"] != "PodMonitor":  # the Prometheus operator's: test_pod_monitors_have_port_cert_and_token
+        elif document["kind"] != "PodMonitor":  # the Prometheus operator's
             kubernetes_validate.validate(document, version, strict=True)
 
 
@@ -97,72 +91,31 @@ def _selectors(kind: str, spec: dict[str, Any]) -> list[dict[str, str]]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_network_policy_admits_only_daemon_ports(variant: str) -> None:
     documents = rendered(variant)
-    ports: dict[str, int] = {}
-    for pod in pods(documents):
-        if pod.role != "trainer":
-            named = {port["name"]: port["containerPort"] for port in pod.container["ports"]}
-            ports[pod.role] = named["grpc" if pod.role == "coordinator" else "lanes"]
-            settings = settings_of(pod, documents, DOWNWARD)
-            http = settings.get(f"PENSTOCK_{pod.role.upper()}_HTTP", "").rpartition(":")[2]
-            assert http == str(named.get("http", ""))
-            if http:
-                ports["monitoring"] = int(http)
-    for pod in pods(documents):
-        if pod.role == "trainer":
-            continue
-        settings = settings_of(pod, documents, DOWNWARD)
-        listens = settings["PENSTOCK_COORDINATOR_LISTEN" if pod.role == "coordinator" else "PENSTOCK_WORKER_LISTEN"]
-        assert int(listens.rpartition(":")[2]) == ports[pod.role]
     policies = {doc["metadata"]["name"]: doc["spec"] for doc in documents if doc["kind"] == "NetworkPolicy"}
     client = {"penstock-client": "true"}
     label = "app.kubernetes.io"
     worker = {f"{label}/name": "penstock", f"{label}/instance": "penstock", f"{label}/component": "worker"}
-    allowed = {"coordinator": [worker, client], "worker": [client]}
-    monitoring = ports.pop("monitoring", None)
-    if monitoring is not None:
-        namespaces = {"namespaceSelector": {"matchLabels": {"penstock-monitoring": "true"}}}
-        for role in ports:
-            *_, rule = policies[f"penstock-{role}"]["ingress"]
-            assert rule == {"from": [namespaces], "ports": [{"port": monitoring}]}
-    for role, port in ports.items():
-        ingress, *more = policies[f"penstock-{role}"]["ingress"]
-        assert len(more) == (monitoring is not None)
-        assert ingress["ports"] == [{"port": port}]
-        assert [who["podSelector"]["matchLabels"] for who in ingress["from"]] == allowed[role]
-        assert sorted(policies[f"penstock-{role}"]["policyTypes"]) == ["Egress", "Ingress"]
-    to_coordinator = policies["penstock-worker"]["egress"][0]
-    assert to_coordinator["ports"] == [{"port": ports["coordinator"]}]
-    for document in documents:
-        if document["kind"] == "Service":
-            told = {port["targetPort"]: port["port"] for port in document["spec"]["ports"]}
-            assert told == {"grpc": ports["coordinator"], **({"http": monitoring} if monitoring is not None else {})}
-
-
-def test_pod_monitors_have_port_cert_and_token() -> None:
-    documents = rendered("monitored")
-    monitors = {doc["metadata"]["name"]: doc for doc in documents if doc["kind"] == "PodMonitor"}
-    assert set(monitors) == {"penstock-coordinator", "penstock-worker"}
-    manual = (KUBERNETES.parents[1] / "docs" / "metrics.md").read_text()
     for pod in pods(documents):
-        monitor = monitors[f"penstock-{pod.role}"]
-        assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
-        assert monitor["spec"].keys() == {"selector", "podMetricsEndpoints"}
-        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-        assert endpoint.keys() <= {"port", "path", "scheme", "tlsConfig", "authorization"}
-        assert endpoint["port"] in {port["name"] for port in pod.container["ports"]}
+        if pod.role == "trainer":
+            continue
         settings = settings_of(pod, documents, DOWNWARD)
-        assert endpoint["scheme"] == "https"
-        assert settings["PENSTOCK_TLS_CERT"]
-        assert endpoint["tlsConfig"] == {
-            "ca": {"secret": {"name": "penstock-tls-admin", "key": "ca.crt"}},
-            "cert": {"secret": {"name": "penstock-tls-admin", "key": "tls.crt"}},
-            "keySecret": {"name": "penstock-tls-admin", "key": "tls.key"},
-            "serverName": f"{pod.role}.penstock",
-        }
-        token = endpoint["authorization"]["credentials"]
-        assert token == {"name": "penstock-tokens-monitoring", "key": pod.role}
-        assert f"secret generic {token['name']}" in manual
-        assert f"--from-file={token['key']}=" in manual
+        port = int(settings[f"PENSTOCK_{pod.role.upper()}_LISTEN"].rpartition(":")[2])
+        assert port in [port["containerPort"] for port in pod.container["ports"]]
+        ingress, *monitoring = policies[f"penstock-{pod.role}"]["ingress"]
+        assert ingress["ports"] == [{"port": port}]
+        allowed = [worker, client] if pod.role == "coordinator" else [client]
+        assert [who["podSelector"]["matchLabels"] for who in ingress["from"]] == allowed
+        assert sorted(policies[f"penstock-{pod.role}"]["policyTypes"]) == ["Egress", "Ingress"]
+        http = settings.get(f"PENSTOCK_{pod.role.upper()}_HTTP", "").rpartition(":")[2]
+        namespaces = {"namespaceSelector": {"matchLabels": {"penstock-monitoring": "true"}}}
+        assert monitoring == ([{"from": [namespaces], "ports": [{"port": int(http)}]}] if http else [])
+        for document in documents:
+            if document["kind"] == "Service" and document["metadata"]["name"] == f"penstock-{pod.role}":
+                reached = {port["targetPort"]: port["port"] for port in document["spec"]["ports"]}
+                assert reached == {"grpc": port, **({"http": int(http)} if http else {})}
+        if pod.role == "worker":
+            coordinator = policies["penstock-coordinator"]["ingress"][0]["ports"]
+            assert policies["penstock-worker"]["egress"][0]["ports"] == coordinator
 
 
 def test_workers_and_boxes_find_the_coordinator() -> None:
@@ -207,39 +160,6 @@ def _written(settings: dict[str, str]) -> list[Path]:
     return [Path("/tmp/any"), *(Path(settings[name]) for name in names if name in settings)]
 
 
-def test_volume_mounts_exist_and_are_read() -> None:
-    manual = (KUBERNETES.parents[1] / "docs" / "deploy.md").read_text()
-    for name in GIVEN:
-        assert name in manual
-    for variant, pod in all_pods():
-        where = (variant, pod.name)
-        volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-        claims = {claim["metadata"]["name"] for claim in pod.owner["spec"].get("volumeClaimTemplates", [])}
-        mounts = {mount["name"]: mount["mountPath"] for mount in pod.container["volumeMounts"]}
-        assert set(mounts) == set(volumes) | claims, where
-        for volume in volumes.values():
-            assert "secret" not in volume or volume["secret"]["defaultMode"] == 0o400, where
-        settings = settings_of(pod, rendered(variant), DOWNWARD)
-        assert Path(settings["PENSTOCK_TOKEN_FILE"]).is_relative_to(mounts["tokens"]), where
-        for name in ("CA", "CERT", "KEY"):
-            if file := settings.get(f"PENSTOCK_TLS_{name}", ""):
-                assert Path(file).is_relative_to(mounts["tls"]), where
-        assert ("tls" in mounts) == ("PENSTOCK_TLS_CA" in settings), where
-
-
-def test_coordinator_has_one_writer_one_volume() -> None:
-    for variant in VARIANTS:
-        (coordinator,) = (pod for pod in pods(rendered(variant)) if pod.role == "coordinator")
-        if coordinator.owner["kind"] == "JobSet":
-            (job,) = (job for job in coordinator.owner["spec"]["replicatedJobs"] if job["name"] == "coordinator")
-            assert (job["replicas"], job["template"]["spec"]["parallelism"]) == (1, 1)
-            continue
-        assert coordinator.owner["kind"] == "StatefulSet"
-        assert coordinator.owner["spec"]["replicas"] == 1
-        (claim,) = coordinator.owner["spec"]["volumeClaimTemplates"]
-        assert claim["spec"]["accessModes"] == ["ReadWriteOncePod"]
-
-
 def test_probe_and_termination_times_suffice() -> None:
     for variant, pod in daemons():
         container = pod.container
@@ -252,14 +172,6 @@ def test_probe_and_termination_times_suffice() -> None:
         assert live["periodSeconds"] * live["failureThreshold"] >= 300, "an overloaded machine kills no daemon"
         assert pod.spec["terminationGracePeriodSeconds"] > SECONDS_TO_LEAVE[pod.role], variant
         assert "preStop" not in container.get("lifecycle", {}), "SIGTERM alone makes a daemon leave"
-
-
-def test_arguments_are_those_of_the_command() -> None:
-    command: Any = get_command(app)
-    for _overlay, pod in daemons():
-        assert "command" not in pod.container, "the image's entry point is `penstock`"
-        command.make_context("penstock", list(pod.container["args"]))
-        assert pod.container["args"] == [pod.role]
 
 
 def test_autoscaler_follows_demand_and_drains() -> None:
@@ -363,16 +275,3 @@ def test_daemons_of_the_chart_start_and_stop(shell: Any, tmp_path: Path) -> None
         os.kill(started.process.pid, signal.SIGTERM)  # as a container's first process gets it
         assert started.process.wait(node.pod(role).spec["terminationGracePeriodSeconds"]) == 0
         assert started.log.read_text().endswith("stopped on request\n")
-
-
-def test_certificates_have_the_expected_names() -> None:
-    made = {
-        document["spec"]["secretName"]: document["spec"]
-        for document in yaml.safe_load_all((KUBERNETES / "examples" / "cert-manager.yaml").read_text())
-        if document["kind"] == "Certificate"
-    }
-    (base,) = (doc["data"] for doc in rendered("default") if "PENSTOCK_TLS_NAME" in doc.get("data", {}))
-    for role in (*ROLES, "admin"):
-        certificate = made[f"penstock-tls-{role}"]
-        assert certificate["dnsNames"] == [base["PENSTOCK_TLS_NAME"].replace("*", role)]
-        assert {"server auth", "client auth"} <= set(certificate["usages"])

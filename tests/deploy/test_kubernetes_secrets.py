@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from documented import REPO, blocks
-from manifests import JOBSET, VARIANTS, pods, rendered, settings_of
+from manifests import VARIANTS, pods, rendered
 
 ROLES = ("coordinator", "worker", "client")
 OTHERS = {"penstock-tls-admin", "penstock-tokens-monitoring"}
@@ -99,13 +98,3 @@ def test_the_pages_leave_no_readable_token(made: dict[str, dict[str, str]]) -> N
     """Tokens are in one file, its owner's alone: a copy made on the way could be read by every user of the machine."""
     readable = {name for name, mode in made["folder"].items() if not mode.endswith("00")}
     assert {name for name in readable if not name.endswith((".pem", ".csr", ".srl"))} == set()
-
-
-def test_training_jobs_are_told_what_boxes_have() -> None:
-    entries = {entry["name"]: entry["value"] for entry in yaml.safe_load(block("docs/deploy.md", "env:"))["env"]}
-    job = rendered(JOBSET)
-    (trainer,) = (pod for pod in pods(job) if pod.role == "trainer")
-    downward = {"metadata.annotations['batch.kubernetes.io/job-completion-index']": "0"}
-    settings = settings_of(trainer, job, downward)
-    shared = {name: value for name, value in settings.items() if name.startswith(("PENSTOCK_TLS_", "PENSTOCK_TOKEN_"))}
-    assert entries == shared | {"PENSTOCK_COORDINATOR": "penstock-coordinator:7070"}

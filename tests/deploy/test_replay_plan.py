@@ -28,10 +28,6 @@ def test_newest_attempt_with_the_step_is_taken(step: int, attempt: int) -> None:
     assert attempt_of(HISTORIES, 0, step).attempt == attempt
 
 
-def test_step_after_the_last_report_may_exist() -> None:
-    assert attempt_of([*HISTORIES[:2], history(3, 25, 25, settled=False)], 0, 40).attempt == 3
-
-
 @pytest.mark.parametrize(
     ("step", "says"),
     [

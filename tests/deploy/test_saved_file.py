@@ -51,7 +51,6 @@ def test_files_that_hold_none(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     (tmp_path / "pickle").write_bytes(pickle.dumps({"a": Harmful(harm)}))
     torch.save({"a": Harmful(harm), "loader": state()}, tmp_path / "objects")
-    (tmp_path / "cut").write_bytes(encode_state(state())[:-9])
     torch.save(state(), tmp_path / "whole")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole").read_bytes()[:300])
     (tmp_path / "none").write_bytes(encode_state({"model": 1}))
@@ -59,7 +58,6 @@ def test_files_that_hold_none(tmp_path: Path) -> None:
         "text": (StateCorruptError, "must be a file that encode_state"),
         "pickle": (StateCorruptError, "must be a file that encode_state"),
         "objects": (InvalidArgumentError, "because reading them would run code"),
-        "cut": (StateCorruptError, "cut: the checksum"),
         "cut.pt": (StateCorruptError, "is damaged"),
         "none": (StateMismatchError, "got no value with the key"),
         "nowhere": (InvalidArgumentError, "cannot be read"),

@@ -180,27 +180,20 @@ def test_the_figures_are_those_of_the_job(cluster: Cluster) -> None:
     client, worker, coordinator = (cluster.scrapes[process] for process in ("client", "worker", "coordinator"))
     box = {"run": "lm/0", "box": "0"}
     assert client.get("penstock_client_step", **box) == 200
-    assert client.get("penstock_client_lanes", lane="tcp", **box) == 2
     assert client.get("penstock_client_recoveries_total", **box) == 1
-    assert client.get("penstock_client_receiver_memory_bytes") > 1 << 20
     for key in ("even", "odd"):  # the slots' own, and the dead runner's are not counted twice
         assert client.get("penstock_client_source_samples", source="numbers", key=key, **box) == 100
         assert client.get("penstock_client_source_tokens", source="numbers", key=key, **box) == 25_600
-    assert client.get("penstock_client_source_wanted_ratio", source="numbers", of="samples", **box) == 1
     by_slot = sum(value for (name, _), value in client.values.items() if "slot_wait" in name)
     assert by_slot == pytest.approx(client.get("penstock_client_wait_seconds_total", **box))
     assert client.get("penstock_checkpoint_saves_total", status="ok") == 1
     assert client.get("penstock_checkpoint_last_step") == 30
-    assert client.get("penstock_checkpoint_last_stall_seconds") > 0
-    assert client.get("penstock_checkpoint_written_bytes_total") > 0
 
     assert worker.get("penstock_worker_info", worker="w1") == 1
     assert worker.get("penstock_worker_slots", phase="ready") == 2
     assert worker.get("penstock_worker_losses_total") == 1
-    assert worker.get("penstock_worker_recoveries_total") == 1
     assert worker.get("penstock_worker_state_answers_total", status="ok") == 2
     assert worker.get("penstock_worker_sent_bytes_total", lane="tcp") > 200 * 2048
-    assert 0 <= worker.get("penstock_worker_heartbeat_age_seconds") < DEADLINE_S
     assert worker.get("penstock_slot_delivered_batches_total", slot="0", **box) == 100
     for slot in ("0", "1"):
         made = worker.get("penstock_slot_produced_batches_total", slot=slot, **box)
@@ -245,9 +238,3 @@ def test_records_say_which_slot_they_are_about(cluster: Cluster) -> None:
     assert sorted({(line["slot"], line["box"], line["run"]) for line in printed}) == [(0, 0, "lm/0"), (1, 0, "lm/0")]
     generations = {line["generation"] for line in printed if line["slot"] == 1}
     assert len(generations) == 2, "the second runner of the slot has another generation"
-
-
-def test_coordinator_logs_events_of_runs(cluster: Cluster) -> None:
-    lines = [line for line in cluster.logs["coordinator"] if line.get("run") == "lm/0"]
-    assert lines
-    assert any(line["level"] == "warning" for line in lines), "a slot was lost"

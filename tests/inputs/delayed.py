@@ -78,25 +78,6 @@ def draws_twice() -> DrawsTwice:
     return DrawsTwice()
 
 
-class QueuesOrders(Ordered):
-    """Loader that has the seeds of two epochs ahead, while its state has only one: after a resume the epoch after next
-    is another one."""
-
-    fields = ("done", "seed", "ahead")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ahead, self.far, self.number = 17, 18, 18
-
-    def begin(self) -> None:
-        self.number += 1
-        self.seed, self.ahead, self.far = self.ahead, self.far, self.number
-
-
-def queues_orders() -> QueuesOrders:
-    return QueuesOrders()
-
-
 class Grows(Ordered):
     """Loader that yields another order from its fourth epoch on; the number of epochs is not in its state."""
 

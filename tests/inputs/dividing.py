@@ -75,25 +75,6 @@ def orders(count: int) -> DataLoader[int]:
     return DataLoader(Numbers(numbers), batch_size=4)
 
 
-def tokens(count: int) -> Iterator[torch.Tensor]:
-    """Lines of 32 tokens, without a batch dimension; all lines differ, and tokens repeat."""
-    for number in of_worker(range(count)):
-        yield torch.arange(32) * (number + 1) % 7 + torch.arange(32) % 2 * (number % 5)
-
-
-class WithLength(Numbers):
-    def __init__(self, batches: int, length: int) -> None:
-        super().__init__(range(batches))
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-
-def with_length(batches: int, length: int) -> DataLoader[int]:
-    return DataLoader(WithLength(batches, length), batch_size=None)
-
-
 class Late(Numbers):
     """Asks for the worker info first, and reads a field of its assignment then."""
 

@@ -55,10 +55,6 @@ class FromTheMiddle:
         self.start = self.done = state["done"]
 
 
-def from_the_middle(batches: int = 12) -> FromTheMiddle:
-    return FromTheMiddle(batches)
-
-
 class OnlyOne(FromTheMiddle):
     """Holds what a process may have once, as a database's library opens a file."""
 
@@ -108,24 +104,6 @@ class Shuffled:
 
 def counts_epochs(batches: int = 12) -> Shuffled:
     return Shuffled(batches, saves_epoch=True)
-
-
-class OrdersShards(Shuffled):
-    """Loader in which only the order of shards depends on the epoch; the first shard is the same in each, as if by
-    chance."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        if not self.resumed:
-            self.epoch, self.done = self.epoch + 1, 0
-        self.resumed = False
-        shards = [list(range(first, first + 3)) for first in range(0, self.batches, 3)]
-        first, *others = shards
-        random.Random(self.epoch).shuffle(others)
-        return self._rest(first + [number for shard in others for number in shard])
-
-
-def orders_shards(batches: int = 12) -> OrdersShards:
-    return OrdersShards(batches, saves_epoch=True)
 
 
 class Forgets(Shuffled):

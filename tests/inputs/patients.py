@@ -16,25 +16,11 @@ import torch
 from penstock.worker import current_assignment
 
 
-def starts_once(lock: str) -> Iterator[torch.Tensor]:
-    """Create a file that must not exist yet."""
-    with open(lock, "x"):
-        pass
-    yield from (torch.tensor(n) for n in range(40))
-
-
 def unrepeatable(batches: int = 40) -> Iterator[torch.Tensor]:
     """Other batches each time, whatever the seed."""
     current_assignment()
     for _ in range(batches):
         yield torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
-
-
-def same(batches: int = 40) -> Iterator[torch.Tensor]:
-    """All its batches are one."""
-    current_assignment()
-    for _ in range(batches):
-        yield torch.zeros(2)
 
 
 def unsharded(batches: int = 40) -> streams.Counter:
@@ -68,15 +54,6 @@ class AggregatesBadly(streams.Shared):
 
 def aggregates_badly(batches: int = 100) -> AggregatesBadly:
     return AggregatesBadly(batches)
-
-
-class CannotAggregate(streams.Shared):
-    def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
-        raise ArithmeticError("too many workers")
-
-
-def cannot_aggregate(batches: int = 100) -> CannotAggregate:
-    return CannotAggregate(batches)
 
 
 def talks(batches: int = 100) -> streams.Shared:

@@ -94,19 +94,6 @@ def lagging(seconds: float, slot: int) -> Counter:
     return Paced(seconds if (place.box, place.slot) == (0, slot) else 0.0)
 
 
-class Noting(Counter):
-    """Notes in `path` after which batches its state was taken."""
-
-    def __init__(self, path: str, batches: int) -> None:
-        super().__init__(batches)
-        self.path = path
-
-    def state_dict(self) -> dict[str, Any]:
-        with open(self.path, "a") as file:
-            file.write(f"{self.done}\n")
-        return super().state_dict()
-
-
 class Unsized(Counter):
     __len__ = None  # type: ignore[assignment]  # so that len() is a TypeError
 
@@ -400,11 +387,6 @@ class HalfStrict(Shared):
 
 def half_strict(batches: int = 30) -> Any:
     return HalfStrict(batches)
-
-
-def odd_leaf() -> Iterator[Any]:
-    current_assignment()
-    yield {"x": torch.zeros(2), "meta": {"when": {1, 2}}}
 
 
 def growing(sizes: list[int]) -> Iterator[torch.Tensor]:
