@@ -34,8 +34,8 @@ FRAMEWORKS_VENV := .frameworks
 LOCK_VENV := .lock-venv
 MINUTES ?= 10
 FUZZ_ARGS ?=
-# Of `make pythons`: versions, and --torch for all tests.
-PYTHONS_ARGS ?=
+# Of `make pythons`: the versions.
+PYTHONS ?= 3.12 3.13
 PROTO_DIR := proto/penstock/proto/v1
 PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
 
@@ -49,7 +49,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock dist proto proto-check proto-baseline cli weight lint format format-check types docs collect pytest pytest-slow test slow simulate chaos histories fuzz demo
+.PHONY: help setup lock dist proto proto-check proto-baseline cli lint format format-check types docs collect pytest pytest-slow test slow simulate chaos histories fuzz demo
 .PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers bench-readers gpu storm peers pythons versions clean
 
 help: ## list the targets
@@ -91,9 +91,6 @@ proto-baseline: $(STAMP) ## take what was added to the .proto files into the pro
 cli: $(STAMP) ## write docs/cli.md anew, from the help of the commands
 	PYTHONPATH=tests/support $(BIN)/python -m cli_page
 
-weight: $(STAMP) ## lines, lines of code and lines of docstrings by folder
-	@$(BIN)/python tests/support/weight.py
-
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .
 
@@ -133,14 +130,22 @@ dist: $(STAMP) ## the sdist and the wheel in dist/, checked as the package index
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
 
-pythons: $(STAMP) ## mypy, bytecode and tests on Python 3.12 and 3.13, where they are; PYTHONS_ARGS="3.13 --torch"
-	$(BIN)/python tests/pythons.py $(PYTHONS_ARGS)
+pythons: $(STAMP) ## mypy, bytecode and tests on Python 3.12 and 3.13, which must be here; installs torch for each; PYTHONS=3.13
+	for version in $(PYTHONS); do \
+		$(BIN)/mypy --python-version $$version; \
+		python=build/pythons/$$version/bin/python; \
+		test -x $$python || python$$version -m venv build/pythons/$$version; \
+		$$python -m pip install --quiet "$$(grep -oE 'torch==[0-9.]+' pyproject.toml | head -n 1)"; \
+		$$python -m pip install --quiet --editable '.[dev]'; \
+		$$python -W error -m compileall -q -f proto appliance worker client deploy tests examples benchmarks; \
+		$$python -m pytest -q -p no:cacheprovider -m "not slow" $(PYTEST_ARGS); \
+	done
 
 versions: ## the control plane, checkpoints and a fleet with the oldest and the newest releases of the dependencies; installs 12 GB below build/versions
 	$(PYTHON) tests/versions.py
 
 simulate: $(STAMP) ## histories of a simulated cluster: SEEDS=2000 of them, or SEED=n with its diary
-	PYTHONPATH=tests/simulation $(BIN)/python -m simulated $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+	PYTHONPATH=tests/simulation:tests/support $(BIN)/python -m simulated $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 chaos: $(STAMP) ## faults of every kind at random times, a minute a run; SEED=1 RUNS=5
 	PYTHONPATH=tests/support:tests/inputs$${PYTHONPATH:+:$$PYTHONPATH} \

@@ -25,9 +25,7 @@ sys.path[:0] = [str(HERE / folder) for folder in ("inputs", "support", "simulati
 
 gc.disable()  # until all is imported and collected, see below: it would walk thousands of tests again and again
 
-OF_TESTS = {"PENSTOCK_HISTORIES", "PENSTOCK_SIGNALS"}
-"""Variables that say how often a test tries something."""
-for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_")) and name not in OF_TESTS]:
+for _name in {name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))} - {"PENSTOCK_SIGNALS"}:
     del os.environ[_name]
 os.environ["PENSTOCK_CONFIG"] = os.devnull  # not the settings file that a developer has at home
 # What runs here announces itself in this folder: neither a developer's nor another test process's is found.

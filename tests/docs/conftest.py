@@ -150,45 +150,26 @@ def appliance() -> Iterator[None]:
 
 @pytest.fixture
 def training(appliance: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
-    """A model, its optimizer and a loader, to be trained for a few steps."""
+    """A model, its optimizer, a loader and a training step, for a few steps."""
     here = relocated(penstock.client.checkpoint.AsyncCheckpointer, lambda name: tmp_path / name.strip("/"))
     monkeypatch.setattr(penstock.client.checkpoint, "AsyncCheckpointer", here)
     import streams
 
     model = torch.nn.Linear(2, 2)
     loader = DataLoader(streams.counter, 1000)
+    trained: list[Any] = []
     names: Names = {
+        "Appliance": Appliance,
         "DataExecutor": DataExecutor,
         "loader": loader,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "steps": 3,
-    }
-    yield names
-    assert (tmp_path / "shared/run1/checkpoints/step-3/penstock.json").is_file()
-    loader.close()
-
-
-@pytest.fixture
-def saving(tmp_path: Path) -> Iterator[Names]:
-    """A model, its optimizer, a loader and a training step; checkpoints lie below tmp_path."""
-    import streams
-
-    trained: list[Any] = []
-    loader = DataLoader(streams.counter, 1000)
-    names: Names = {
-        "Appliance": Appliance,
-        "AsyncCheckpointer": relocated(penstock.client.checkpoint.AsyncCheckpointer, lambda name: tmp_path / name),
-        "DataExecutor": DataExecutor,
-        "loader": loader,
-        "model": (model := torch.nn.Linear(2, 2)),
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "steps": 3,
         "train_step": lambda model, optimizer, batch: trained.append(batch),
     }
     yield names
-    assert len(trained) == 3
-    assert (tmp_path / "checkpoints/step-3/penstock.json").is_file()
+    assert len(trained) in (0, 3)  # where the page leaves the step out
+    assert list(tmp_path.glob("**/checkpoints/step-3/penstock.json"))
     loader.close()
 
 

@@ -174,10 +174,6 @@ def test_data_parse() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_kind_of_data_has_a_reader() -> None:
-    assert READERS.keys() == DATA
-
-
 @pytest.mark.parametrize("page", sorted({block.page for block in ALL if block.language in PROSE}))
 def test_commands_exist(page: str) -> None:
     wrong = []
@@ -194,34 +190,3 @@ def test_commands_exist(page: str) -> None:
 def test_shell_parses(block: Block) -> None:
     done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, f"{block}:\n{done.stderr}"
-
-
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("penstock status --coordinator HOST:PORT", None),
-        ("PYTHONPATH=x penstock worker --slots 8 --allow a --allow b &", None),
-        ("$ penstock state lm --step 4 > out 2> err", None),
-        ("penstock --help", None),
-        ("penstock stat", "no command stat"),
-        ("cd x && penstock status --colour", "--colour"),
-        ("penstock data convert a b", "--to is missing"),
-        ("penstock status lm", "too many arguments"),
-        ("penstock doctor", None),
-        ("penstock doctor --slots 8", None),
-        ("penstock doctor a:b --workers 2", None),
-        ("penstock doctor cluster --slots 8", "--slots"),
-        ("penstock worker --slots 2 ... on another node.", None),
-        ("make test PYTEST_ARGS='-n 2'", None),
-        ("make tests", "no target tests"),
-        ("pip install 'penstock[streaming,s3]'", None),
-        ("pip install penstock[gcs]", "no extra gcs"),
-        ("torchrun --nproc-per-node 2 -m train_lm.train --steps 5", None),
-        ("python -m benchmarks.nothing", "no module benchmarks.nothing"),
-        ("python benchmarks/nothing.py", "no file benchmarks/nothing.py"),
-        ("python train.py", None),
-    ],
-)
-def test_the_check_of_commands_sees_what_is_wrong(line: str, why: str | None) -> None:
-    (found,) = [command_lines.problem(words) for words in command_lines.commands(line)]
-    assert (found is None) if why is None else (found is not None and why in found)

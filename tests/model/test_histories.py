@@ -1,6 +1,6 @@
 """What a box receives is what the model says, whatever happens to runners, daemons, coordinator and job meanwhile.
 
-A few histories are here, 200 in test_random_histories.py; `make histories` plays as many as one likes.
+A few histories are here, 100 in test_random_histories.py; `make histories` plays as many as one likes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from proof.driver import World
 from proof.histories import Fault, Launch, Loop, Plan, plan_of
 from proof.kinds import KINDS
-from proof.suite import again, play
+from proof.suite import play
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +36,14 @@ def life(kind: str, lane: str, *faults: str, **arguments: object) -> Plan:
     [
         life("own generators", "auto", "kill epoch", "kill slot", big=True),
         life("keeps its place", "tcp", "drain", "kill slot", length=9),
-        life("memoised", "auto", "kill slot", "drain", big=True),
         life("uneven", "tcp", "kill epoch", "kill epoch"),
     ],
     ids=lambda plan: plan.kind,
 )
 def test_boxes_receive_what_the_model_says(world: World, plan: Plan) -> None:
     outcome = play(world, plan)
-    assert not outcome.difference, f"{outcome.difference}\n  {outcome.told}"
+    assert not outcome.difference, outcome
     assert outcome.steps >= 2 * (22 + 40 - 13)
-
-
-def test_a_seed_is_a_plan() -> None:
-    assert plan_of(7) == plan_of(7)
-    assert plan_of(7) != plan_of(8)
-    assert Plan.decoded(plan_of(7).encoded()) == plan_of(7)
 
 
 def test_random_plans_are_hard_enough() -> None:
@@ -61,7 +54,6 @@ def test_random_plans_are_hard_enough() -> None:
     assert 2 * sum(is_hard(plan) for plan in plans) >= len(plans)
     batches = [(plan.launches[-1].stop * plan.boxes, "big" in plan.arguments) for plan in plans]
     assert 4 * sum(count for count, big in batches if big) >= sum(count for count, _ in batches)
-    assert "make histories SEED=3" in again(3)
 
 
 def is_hard(plan: Plan) -> bool:

@@ -206,33 +206,12 @@ def test_store_keeps_values_until_dropped(media: Media) -> None:
     assert store.snapshot(KEY, DurableSnapshot(4, 0, 10)) is None
 
 
-# ------------------------------------------------------------------------------------------- what only fate can do here
-
-
-def journal_with(disk: Disk, fate: Fate) -> SimulatedJournal:
-    journal = SimulatedJournal(disk, lambda: fate)
-    journal.put("runs", run("job/0", 1))
-    return journal
-
-
-def test_full_disk_keeps_rows_for_next_commit() -> None:
-    disk, fates = Disk(), [Fate.FULL, Fate.FINE]
-    journal = SimulatedJournal(disk, lambda: fates.pop(0))
-    journal.put("runs", run("job/0", 1))
-    with pytest.raises(JournalError, match="disk is full"):
-        journal.commit()
-    assert journal.rows("runs") == []
-    journal.commit()
-    assert len(journal.rows("runs")) == 1
-
-
 @pytest.mark.parametrize(("fate", "rows"), [(Fate.LOST, 0), (Fate.UNHEARD, 1)])
 def test_crash_around_the_sync_ends_the_writer(fate: Fate, rows: int) -> None:
     disk = Disk()
-    journal = journal_with(disk, fate)
-    with pytest.raises(Crash):
-        journal.commit()
-    journal.put("runs", run("job/9", 1))
-    with pytest.raises(Crash):  # the process is dead: what it still tries reaches nothing
-        journal.commit()
+    journal = SimulatedJournal(disk, lambda: fate)
+    for name in ("job/0", "job/9"):  # the process is dead: what it still tries reaches nothing
+        journal.put("runs", run(name, 1))
+        with pytest.raises(Crash):
+            journal.commit()
     assert len(SimulatedJournal(disk).rows("runs")) == rows

@@ -4,59 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-
-KEPT: dict[int, Any] = {}
-
-
-class Text(IterableDataset[Any]):
-    """Keeps its place in the dataset, as torchtitan's text dataset does."""
-
-    def __init__(self, length: int, pause_s: float) -> None:
-        self.length, self.pause_s, self.place = length, pause_s, 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.place < self.length:
-            self.place += 1
-            time.sleep(self.pause_s)  # time enough for a worker to draw conclusions
-            yield self.place - 1
-        self.place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
-def text(length: int, pause_s: float = 0.003) -> Any:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    return StatefulDataLoader(Text(length, pause_s), batch_size=1)
-
-
-class Memoised(Dataset[Any]):
-    """Keeps random results in a dict of its module."""
-
-    def __len__(self) -> int:
-        return 30
-
-    def __getitem__(self, index: int) -> Any:
-        if index % 5:
-            return index, torch.rand(3)
-        if index not in KEPT:
-            KEPT[index] = torch.rand(3)
-        return index, KEPT[index]
-
-
-def memoised() -> Any:
-    return DataLoader(Memoised(), 2, shuffle=True)
+from torch.utils.data import DataLoader, Dataset
 
 
 class Noisy(Dataset[Any]):

@@ -214,31 +214,21 @@ class Outcome:
     """What a history has shown."""
 
     plan: Plan
-    job: str = ""
     difference: str = ""
     named: str = ""
     """Error in which a loader that is no function ended."""
     steps: int = 0
-    large: int = 0
-    """Batches above 128 KiB."""
     seconds: float = 0.0
-    done: Counter[str] = field(default_factory=Counter)
-    """Operations that took place."""
     diary: list[str] = field(default_factory=list)
     log: str = ""
     """What daemons said of the job, if there is a difference."""
-    skipped: bool = False
 
-    @property
-    def line(self) -> str:
-        """One line for people."""
-        told = self.difference or self.named or ("not comparable" if self.skipped else "as expected")
-        return f"seed {self.plan.seed}: {self.plan.kind}, {self.steps} steps, {self.seconds:.1f} s: {told}"
-
-    @property
-    def told(self) -> str:
-        """Plan, times of the faults and the daemons' log."""
-        return "\n  ".join([str(self.plan), *self.diary, *self.log.splitlines()[-40:]])
+    def __str__(self) -> str:
+        """One line for people; after a difference also the plan, the times of the faults and the daemons' log."""
+        told = self.difference or self.named or "as expected"
+        line = f"seed {self.plan.seed}: {self.plan.kind}, {self.steps} steps, {self.seconds:.1f} s: {told}"
+        more = [str(self.plan), *self.diary, *self.log.splitlines()[-40:]] if self.difference else []
+        return "\n  ".join([line, *more])
 
 
 def reference(world: World, plan: Plan) -> list[Launched]:
@@ -263,11 +253,11 @@ class History:
 
     def __init__(self, world: World, plan: Plan, expected: list[Launched] | None) -> None:
         """expected: for each launch and box, the batches from the step after that from which it resumes, and maybe an
-        error; empty: nothing is compared; None: only what a box gets twice."""
+        error; None: only what a box gets twice is compared."""
         self.world, self.plan, self._expected = world, plan, expected
         world.jobs += 1
         self.job = f"proof-{os.getpid()}-{world.jobs}"
-        self.outcome = Outcome(plan, self.job)
+        self.outcome = Outcome(plan)
         self.got: list[list[dict[int, dict[str, Any]]]] = []
         """For each launch and box: step -> what came."""
         self._folder = world.folder / self.job
@@ -291,7 +281,6 @@ class History:
             outcome.log = self.world.log(self.job)
         finally:
             self._mends.clear()
-            outcome.done["balance"] = self.world.log(self.job).count(" slots and worker ")
             try:
                 self.world.mend(self.job)
             except AssertionError as error:
@@ -304,10 +293,6 @@ class History:
     def _launch(self, number: int) -> None:
         plan, launch = self.plan, self.plan.launches[number]
         boxes, self._workers = plan.topology(number)
-        if launch.resume:
-            same = plan.topology(number - 1) == plan.topology(number)
-            self.outcome.done["resume" if same else "resume on another topology"] += 1
-        self.outcome.done["in the training process"] += not self._workers
         self._folder.mkdir(exist_ok=True)
         options = {
             "plan": plan.encoded(),
@@ -357,7 +342,6 @@ class History:
                 and all(box and max(box) >= launch.stop for box in self.got[number])
                 and self._saved(number)
             ):
-                self.outcome.done["kill trainers"] += 1
                 break
             if now - last > PATIENCE * SILENCE_S:
                 raise DifferenceError(f"launch {number}: no step in {PATIENCE * SILENCE_S:g} s: {self._where(number)}")
@@ -376,8 +360,6 @@ class History:
     def _note(self, number: int, box: int, said: dict[str, Any]) -> None:
         if "saved" in said:
             self._saves[number, said["saved"]] += 1
-            announced = said["saved"] in self.plan.launches[number].announced
-            self.outcome.done["announced save" if announced else "save"] += 1
         elif "error" in said:
             text = f"launch {number}, box {box}: {said['error']}: {said['message']}"
             if self._wanted(number, box)["content"] == said["error"]:
@@ -398,9 +380,8 @@ class History:
         step, wanted = said["step"], self._wanted(number, box)
         self.got[number][box][step] = said
         self.outcome.steps += 1
-        self.outcome.large += bool(self.plan.arguments.get("big"))
         if self._expected is not None:
-            if self._expected and wanted["content"] != said["content"]:
+            if wanted["content"] != said["content"]:
                 place = {name: value for name, value in wanted.items() if name not in ("content", "brief")}
                 raise DifferenceError(
                     f"launch {number}, box {box}, step {step} {place}:\n    expected {wanted['brief']}"
@@ -440,8 +421,6 @@ class History:
         struck = self._hit(fault)
         steps = self._where(number)
         self._write(f"{fault}{'' if struck else ': there was nothing'} ({steps})")
-        if struck:
-            self.outcome.done[fault.kind] += 1
         if fault.waits:
             (self._folder / f"{fault.box}.{number}.go{fault.step}").touch()
 

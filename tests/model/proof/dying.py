@@ -63,14 +63,13 @@ class Dying:
 def dying(length: int = 9, point: str = "end", folder: str = "", big: bool = False) -> Any:
     loader = Dying(length, point, folder, big)
     if point == "hand over" and folder:
-        with contextlib.suppress(ImportError):  # before the rewrite
-            from penstock.worker.runner import epoch_process
+        from penstock.worker.runner import epoch_process
 
-            def hand_over(*given: Any) -> None:
-                loader.at(point)
-                original(*given)
+        def hand_over(*given: Any) -> None:
+            loader.at(point)
+            original(*given)
 
-            original = replaced(epoch_process, "_hand_over", hand_over)
+        original = replaced(epoch_process, "_hand_over", hand_over)
     return loader
 
 

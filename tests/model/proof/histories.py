@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from proof.kinds import KINDS
 
-__all__ = ["FAULTS", "Fault", "Launch", "Loop", "Place", "Plan", "changed", "live", "plan_of"]
+__all__ = ["FAULTS", "Fault", "Launch", "Loop", "Place", "Plan", "live", "plan_of"]
 
 REPLAYS = (None, None, 0.0, float("inf"))
 RUN_SEEDS = (5, 5, 5, 2**63 + 11)
@@ -92,9 +92,8 @@ class Plan:
     faults: tuple[tuple[Fault, ...], ...]
     """For each launch, in order of steps."""
     replay_s: float | None = None
-    """Argument of Appliance, if it has it."""
+    """Argument of Appliance; None: its own default."""
     mutation: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
 
     def encoded(self) -> str:
         """Return the plan as JSON."""
@@ -315,8 +314,3 @@ def _faults(
             )
         )
     return tuple(tuple(sorted(faults, key=lambda fault: (fault.step, fault.box))) for faults in found)
-
-
-def changed(plan: Plan, **given: Any) -> Plan:
-    """Return the plan with other values."""
-    return replace(plan, **given)

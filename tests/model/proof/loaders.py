@@ -237,7 +237,7 @@ class ReadsEpoch(Numbers):
     """Asks for the number of the epoch."""
 
     def drawn(self) -> list[float]:
-        return [float(current_assignment().epoch)]  # until the rewrite has it
+        return [float(current_assignment().epoch)]
 
 
 @mutable

@@ -14,7 +14,6 @@ import itertools
 import json
 import operator
 import os
-import random
 import signal
 import sys
 import warnings
@@ -23,8 +22,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import numpy.random
 import torch
 import torch.utils.data
 import torchdata.stateful_dataloader  # noqa: F401  # once, and not in each process
@@ -33,18 +30,13 @@ from proof.histories import Launch, Loop, Place, Plan, live
 from proof.kinds import KINDS
 from proof.model import Box, NoInputError
 from torch.utils.data._utils import worker as torch_worker
-from xxhash import xxh3_64_intdigest
 
 import penstock.data
 import penstock.worker  # noqa: F401
 from penstock.proto.errors import EmptyInputError
 from penstock.proto.state import assignment as assignments
+from penstock.proto.state.found_generators import find_generators, initial_seed, reseed
 from penstock.proto.state.generators import derive_seed, seed_rng
-
-try:
-    from penstock.proto.state import found_generators as found
-except ImportError:  # before the rewrite
-    found = None  # type: ignore[assignment]
 
 __all__ = ["Made", "expected"]
 
@@ -148,17 +140,16 @@ def _answer_worker_info(reads: str | None, boxes: int, workers: int, box: int, s
 def _begin(loader: Any, plan: Plan, box: int, slot: int, epoch: int) -> None:
     """Begin an epoch, but for `iter()`."""
     kind, seed = KINDS[plan.kind], plan.run_seed
-    own = [operator.attrgetter(path)(loader) for path in kind.own]
-    initial = [_initial_seed(generator) for generator in own]
+    own = [_found(operator.attrgetter(path)(loader)) for path in kind.own]
+    initial = [initial_seed(generator) for generator in own]
     seed_rng(derive_seed(seed, "epoch", box, slot, epoch))
     for generator, start in zip(own, initial, strict=True):
         if epoch:
-            _seed(generator, derive_seed(start, "epoch", epoch))
+            reseed(generator, derive_seed(start, "epoch", epoch))
     names = vars(sys.modules[type(loader.dataset).__module__]) if kind.module else {}
     for number, name in enumerate(kind.module):
-        _seed(names[name], derive_seed(seed, "module", box, slot, epoch, number))
-    if hasattr(assignments, "set_epoch"):
-        assignments.set_epoch(epoch)
+        reseed(_found(names[name]), derive_seed(seed, "module", box, slot, epoch, number))
+    assignments.set_epoch(epoch)
     sampler = getattr(loader, "batch_sampler", None)
     parts = [loader, getattr(loader, "sampler", None), sampler, getattr(sampler, "sampler", None)]
     parts.append(getattr(loader, "dataset", None))
@@ -167,28 +158,10 @@ def _begin(loader: Any, plan: Plan, box: int, slot: int, epoch: int) -> None:
             part.set_epoch(epoch)
 
 
-def _initial_seed(generator: Any) -> int:
-    """Return a hash of its state."""
-    if found is not None:
-        (one,) = found.find_generators([[generator]])
-        return int(found.initial_seed(one))
-    if isinstance(generator, torch.Generator):
-        return xxh3_64_intdigest(generator.get_state().numpy().tobytes())
-    state = generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-    return xxh3_64_intdigest(repr(state).encode())
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if found is not None:
-        (one,) = found.find_generators([[generator]])
-        found.reseed(one, seed)
-    elif isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)
-    else:
-        assert isinstance(generator, np.random.Generator)
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+def _found(generator: Any) -> Any:
+    """Return one generator as the product has those that it finds."""
+    (one,) = find_generators([[generator]])
+    return one
 
 
 # ---- a whole history

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import os
 import random
@@ -46,7 +45,6 @@ def _train(plan: Plan, options: dict[str, Any]) -> None:
     if plan.mutation and MUTATIONS[plan.mutation].of_both_sides:
         apply(plan.mutation)
     more = {} if plan.replay_s is None else {"replay_s": plan.replay_s}
-    known = inspect.signature(Appliance).parameters
     pause = _pace(plan, box)
     gates = {fault.step for fault in plan.faults[options["launch"]] if fault.box == box}
     waits = {fault.step for fault in plan.faults[options["launch"]] if fault.box == box and fault.waits}
@@ -65,7 +63,7 @@ def _train(plan: Plan, options: dict[str, Any]) -> None:
         replay=True,
         retention_steps=4000,
         timeout_s=TIMEOUT_S,
-        **{key: value for key, value in {**more, **plan.settings}.items() if key in known},
+        **more,  # type: ignore[arg-type]
     ) as appliance:
         loader = DataLoader(made, **plan.arguments, **given)
         place = (0, 0)

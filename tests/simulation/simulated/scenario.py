@@ -55,12 +55,9 @@ class Outcome:
     seed: int
     broken: str
     """The promise that was, and how; "" if none."""
-    events: int
-    virtual_s: float
     faults: Counter[str]
     deliveries: int
     saves: int
-    unsaved: int
     diary: list[str]
 
 
@@ -70,17 +67,7 @@ def simulate(seed: int, *, tracing: bool = False) -> Outcome:
     history = History(seed, tracing)
     history.play()
     world, truth = history.world, history.truth
-    return Outcome(
-        seed,
-        world.broken,
-        world.events,
-        world.now,
-        world.injected,
-        truth.deliveries,
-        truth.saves,
-        truth.unsaved,
-        world.diary or [],
-    )
+    return Outcome(seed, world.broken, world.injected, truth.deliveries, truth.saves, world.diary or [])
 
 
 class History:
@@ -291,10 +278,7 @@ class History:
                 break
             operator.kill()
 
-        done = asyncio.Event()
-        operator.on_death.append(lambda: done.set())
-        operator.spawn(order())
-        await done.wait()
+        await self._in(operator, order())
 
     async def _take_back(self, daemon: Daemon) -> None:
         """The operator sees to it that it does not drain for ever, also not by an order from before that comes late."""
@@ -318,10 +302,7 @@ class History:
                 heard = True
             operator.kill()
 
-        done = asyncio.Event()
-        operator.on_death.append(lambda: done.set())
-        operator.spawn(order())
-        await done.wait()
+        await self._in(operator, order())
         return heard
 
     async def _worker_leaves(self) -> None:
@@ -329,16 +310,16 @@ class History:
         if living:
             daemon = rng.choice(living)
             self.world.fault("worker leaves", daemon.name)
-            await self._in(daemon, daemon.leave())
+            await self._in(daemon.process, daemon.leave())
             await asyncio.sleep(rng.random())
             if daemon in self.daemons and not daemon.process.alive:
                 self._start_worker(daemon.name, daemon.slots)
 
-    async def _in(self, daemon: Daemon, work: Coroutine[Any, Any, None]) -> None:
-        """Work of another process, awaited from fate."""
+    async def _in(self, process: Process, work: Coroutine[Any, Any, None]) -> None:
+        """Work of another process, which ends it, awaited from fate."""
         done = asyncio.Event()
-        daemon.process.on_death.append(lambda: done.set())
-        daemon.process.spawn(work)
+        process.on_death.append(lambda: done.set())
+        process.spawn(work)
         await done.wait()
 
     async def _runner_dies(self) -> None:

@@ -87,7 +87,6 @@ class Truth:
     stirred: bool = False
     """Something that somebody looks at has changed since the last commit."""
     saves: int = 0
-    unsaved: int = 0
     deliveries: int = 0
     _owners: dict[Key, Owner] = field(default_factory=dict)
     _ready: set[Key] = field(default_factory=set)
@@ -422,7 +421,6 @@ class Truth:
     def not_saved(self, plan: RunPlan, step: int, error: PenstockError, began: float, held_up: set[int]) -> None:
         """`held_up`: boxes that wait for a call of their own from before the last fault. It may be lost, and they take
         no step before its deadline."""
-        self.unsaved += 1
         what = f"{plan.name} at step {step}: {type(error).__name__} {error.message}"
         named = bool(error.message) and "waited for ." not in error.message
         self._must(named, "a state that cannot be had is named", what)

@@ -41,7 +41,6 @@ class World:
         self.rng = random.Random(seed)
         self.processes: dict[str, Process] = {}
         """The present incarnation of each name."""
-        self.events = 0
         self.injected: Counter[str] = Counter()
         """Faults, by kind."""
         self.broken = ""
@@ -91,7 +90,6 @@ class World:
                     continue
                 if when > self.now:
                     self.now = when
-                self.events += 1
                 if process is not running:
                     events._set_running_loop(process)
                     running = process
