@@ -122,13 +122,13 @@ def collated(how: str, items: int = 400, workers: int = 0, stateful: bool = Fals
 # ---- by hand
 
 
-def numbers(first: int, rows: int = ROWS) -> list[torch.Tensor]:
-    return [torch.full((WIDTH,), 1000 * first + row) for row in range(rows)]
+def numbers(first: int) -> list[torch.Tensor]:
+    return [torch.full((WIDTH,), 1000 * first + row) for row in range(ROWS)]
 
 
-def made(number: int, ours: bool, rows: int = ROWS) -> dict[str, Any]:
+def made(number: int, ours: bool) -> dict[str, Any]:
     """A batch of two tensors with a number between them."""
-    xs, ys = numbers(number, rows), numbers(-number, rows)
+    xs, ys = numbers(number), numbers(-number)
     if not ours:
         return {"x": torch.stack(xs), "number": number, "y": torch.stack(ys)}
     return {
@@ -136,19 +136,6 @@ def made(number: int, ours: bool, rows: int = ROWS) -> dict[str, Any]:
         "number": number,
         "y": torch.stack(ys, out=empty((len(ys), WIDTH), torch.int64)),
     }
-
-
-def plain_loop(count: int, ours: bool) -> Iterator[Any]:
-    for number in range(count):
-        yield made(number, ours)
-
-
-def in_numpy(count: int, ours: bool) -> Iterator[Any]:
-    for number in range(count):
-        target = empty((ROWS, WIDTH), torch.float32) if ours else torch.empty((ROWS, WIDTH))
-        np.add(np.arange(WIDTH, dtype=np.float32), number, out=target.numpy())
-        yield {"x": target.numpy()}
-        del target
 
 
 def held(count: int, ours: bool) -> Iterator[Any]:
@@ -160,32 +147,6 @@ def held(count: int, ours: bool) -> Iterator[Any]:
         for old, batch in enumerate(kept):
             assert int(batch["x"][0, 0]) == 1000 * old, f"batch {old} changed"
             assert int(batch["y"][-1, -1]) == -1000 * old + ROWS - 1, f"batch {old} changed"
-
-
-def overwritten(count: int, ours: bool) -> Iterator[Any]:
-    """Writes into a batch after it was yielded: what was delivered must not change."""
-    for number in range(count):
-        batch = made(number, ours)
-        yield batch
-        batch["x"].zero_()
-        batch["y"].zero_()
-
-
-def a_view_kept(count: int, ours: bool) -> Iterator[Any]:
-    kept: list[Any] = []
-    for number in range(count):
-        batch = made(number, ours)
-        kept[:] = [batch["y"][3:, 5].numpy()]
-        yield batch.pop("x"), batch
-        kept[0][:] = -1
-
-
-def twice(count: int, ours: bool) -> Iterator[Any]:
-    for number in range(count):
-        batch = made(number, ours)
-        yield batch
-        batch["x"] += 1
-        yield batch
 
 
 def prefetched(count: int, ours: bool) -> Iterator[Any]:
@@ -207,29 +168,6 @@ def fetched_by_a_thread(count: int, ours: bool) -> Iterator[Any]:
         mine = made(-number, ours)
         thread.join()
         yield {"mine": mine, "its": ready.pop()}
-
-
-def transformed(count: int, ours: bool) -> Iterator[Any]:
-    for number in range(count):
-        batch = made(number, ours)
-        which = number % 5
-        if which == 0:
-            batch["x"] = batch["x"].float()
-        elif which == 1:
-            batch = {"y": batch["y"], "x": batch["x"]}
-        elif which == 2:
-            batch["x"], batch["y"] = batch["x"][::2], batch["y"].T
-        elif which == 3:
-            batch["x"] = batch["x"][: number % ROWS]
-        else:
-            batch = {"y": batch.pop("y")}
-        yield batch
-
-
-def growing(count: int, ours: bool) -> Iterator[Any]:
-    """Larger and larger, with small ones between."""
-    for number in range(count):
-        yield made(number, ours, ROWS if number % 3 else ROWS + 2 * number)
 
 
 def stumbling(count: int, ours: bool) -> Iterator[Any]:
@@ -266,16 +204,9 @@ def forking(count: int, ours: bool) -> Iterator[Any]:
 BY_HAND: dict[str, Callable[[int, bool], Iterator[Any]]] = {
     function.__name__: function
     for function in (
-        plain_loop,
-        in_numpy,
         held,
-        overwritten,
-        a_view_kept,
-        twice,
         prefetched,
         fetched_by_a_thread,
-        transformed,
-        growing,
         stumbling,
         forking,
     )
@@ -337,14 +268,3 @@ def one_more(count: int, ours: bool) -> Iterator[Any]:
     for number in range(count):
         yield made(number, ours)
     made(count, ours)
-
-
-def shared_by_torch(batches: int) -> Any:
-    """Return a loader whose batches tell whether torch's default_collate built them in shared memory of its own. The
-    loader never asks for its assignment."""
-
-    def build(samples: list[Any]) -> Any:
-        return default_collate([{"shared": default_collate(samples).is_shared()}])
-
-    zeros: Any = [torch.tensor(0)] * batches
-    return DataLoader(zeros, batch_size=1, collate_fn=build)

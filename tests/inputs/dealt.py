@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from listed import Counting, Listed
+from listed import Listed
 
 from penstock.data import Balance, Counts, LogicalShards, Repeated, ShardLoader
 
@@ -14,10 +14,6 @@ def listed(lengths: list[int], **options: Any) -> ShardLoader:
     """Finite, with lengths that are not known beforehand. It counts its samples by their last digit."""
     counts = Counts(by=lambda sample: sample % 10, tokens=lambda sample: sample % 100)
     return ShardLoader(Listed(lengths, known=False), keys="keys", counts=counts, **options)
-
-
-def counting(shards: int, **options: Any) -> ShardLoader:
-    return ShardLoader(Counting(shards), keys="keys", **options)
 
 
 def balanced(**options: Any) -> ShardLoader:

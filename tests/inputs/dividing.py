@@ -4,14 +4,13 @@ All of them are numbers from 0."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from penstock.client import get_worker_state
-from penstock.data import MapLoader
 from penstock.worker import current_assignment
 
 
@@ -90,26 +89,6 @@ class Late(Numbers):
 
 def late(count: int, field: str) -> DataLoader[int]:
     return DataLoader(Late(count, field), batch_size=4)
-
-
-class Rows(Dataset[int]):
-    """Asks as libraries do that read data; what it is told divides nothing here."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> int:
-        return number
-
-
-def beside_penstock(count: int, told: Callable[[Any], None] = lambda info: None) -> Any:
-    """Penstock's own loader divides, which is no read of user code."""
-    next(iter(MapLoader(Rows(count), batch_size=4)))
-    told(get_worker_info())
-    return MapLoader(Rows(count), batch_size=4)
 
 
 class Saved(DataLoader[int]):

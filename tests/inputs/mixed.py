@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.data import Counts, LogicalShards, Mapped, Mixture, Packed, Schedule, ShardLoader
+from penstock.data import Counts, LogicalShards, Mapped, Mixture, Schedule, ShardLoader
 
 SHARDS = 8
 ROWS = 8
@@ -45,12 +45,6 @@ def planned(changes: list[Any]) -> ShardLoader:
     weights: Any = Schedule({0: {"web": 3, "code": 1}} | dict(changes))
     source = Mapped(Mixture({"web": numbers(0), "code": numbers(1000)}, weights), int)
     return ShardLoader(source, global_batch_size=ROWS, seed=5, partitions=2)
-
-
-def packed() -> ShardLoader:
-    """A mixture whose positions the loader does not know."""
-    rows = Mapped(Mixture({"web": numbers(0), "code": numbers(1000)}, [3, 1]), lambda sample: [int(sample)] * 3)
-    return ShardLoader(Packed(rows, length=12), global_batch_size=ROWS, seed=5, partitions=2)
 
 
 def plain() -> ShardLoader:

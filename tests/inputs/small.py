@@ -50,18 +50,6 @@ def sharded() -> ShardLoader:
     return ShardLoader(LogicalShards(pieces, shards=12, shuffle=True), global_batch_size=24)
 
 
-class Noisy(MapLoader):
-    """A user's subclass may draw."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            yield batch + torch.rand(())
-
-
-def noisy() -> Noisy:
-    return Noisy(list(range(150)), batch_size=8)
-
-
 class Wrapper:
     """Forwards all that it does not know, as wrappers do, and draws."""
 

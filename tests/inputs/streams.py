@@ -50,26 +50,6 @@ def counter(batches: int = 10) -> Counter:
     return Counter(batches, first=1000 * current_assignment().global_worker_id)
 
 
-class Heavy(Counter):
-    """Its state is of `size` bytes, which do not compress and differ from one to the next."""
-
-    def __init__(self, batches: int, size: int) -> None:
-        super().__init__(batches, first=1000 * current_assignment().global_worker_id)
-        self.size = size
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in super().__iter__():
-            time.sleep(0.02)
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"filler": random.Random(self.done).randbytes(self.size)}
-
-
-def heavy(batches: int, size: int) -> Heavy:
-    return Heavy(batches, size)
-
-
 class Paced(Counter):
     """Takes its time."""
 
@@ -228,15 +208,6 @@ def shuffled(items: int = 24, workers: int = 0, noise: bool = True) -> DataLoade
     return DataLoader(Noisy(items, noise), batch_size=4, shuffle=True, num_workers=workers)
 
 
-def own_generator(stateful: bool, workers: int = 0) -> Any:
-    """A loader that was given a generator of its own."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    kind: Any = StatefulDataLoader if stateful else DataLoader
-    generator = torch.Generator().manual_seed(3 + current_assignment().global_worker_id)
-    return kind(Noisy(24, True), batch_size=4, shuffle=True, num_workers=workers, generator=generator)
-
-
 def stateful(items: int = 24, workers: int = 0, noise: bool = True) -> Any:
     """torchdata's StatefulDataLoader: two methods."""
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -282,50 +253,6 @@ class CountsLate(Counter):
 
 def counts_late(batches: int = 50) -> CountsLate:
     return CountsLate(batches)
-
-
-class Prefetches(Counter):
-    """A thread of its own counts what it has fetched, not what was handed out. It is always ahead."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        current_assignment()
-        ready: list[dict[str, Any]] = []
-        turn = threading.Condition()
-        start = self.done
-
-        def fetch() -> None:
-            for number in range(start, self.batches):
-                with turn:
-                    turn.wait_for(lambda: len(ready) < 3)
-                    self.done = number + 1
-                    ready.append({"x": torch.full((4,), number)})
-                    turn.notify_all()
-
-        thread = threading.Thread(target=fetch, daemon=True)
-        thread.start()
-        for _ in range(start, self.batches):
-            with turn:
-                turn.wait_for(lambda: len(ready) > 1 or self.done == self.batches)
-                batch = ready.pop(0)
-                turn.notify_all()
-            yield batch
-        thread.join()
-        self.done = 0
-
-
-def prefetches(batches: int = 50) -> Prefetches:
-    return Prefetches(batches)
-
-
-def persistent() -> Any:
-    current_assignment()
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    return StatefulDataLoader(Noisy(24, True), batch_size=4, num_workers=1, persistent_workers=True)
-
-
-def returns_none() -> None:
-    return None
 
 
 def returns_number() -> int:
@@ -395,14 +322,6 @@ def growing(sizes: list[int]) -> Iterator[torch.Tensor]:
         yield torch.full((size,), size % 251, dtype=torch.uint8)
 
 
-def changing() -> Iterator[Any]:
-    """Another dtype from the third batch on."""
-    current_assignment()
-    yield {"x": torch.zeros(2)}
-    yield {"x": torch.ones(3)}
-    yield {"x": torch.ones(3, dtype=torch.int64)}
-
-
 def talks() -> Iterator[torch.Tensor]:
     current_assignment()
     print("hello from the input")
@@ -432,7 +351,6 @@ def slow(seconds: float, batches: int = 20) -> Iterator[torch.Tensor]:
 
 def surroundings() -> Iterator[dict[str, Any]]:
     """Yield what user code finds in a runner's process."""
-    import random
     import sys
 
     place = current_assignment()
@@ -528,13 +446,6 @@ def epochs(batches: int = 6) -> Any:
     from penstock.data import MapLoader
 
     return MapLoader(Numbered(), batch_size=1, shuffle=True)
-
-
-def short_epochs() -> Any:
-    """Two batches an epoch: workers are many epochs ahead of the loop."""
-    from penstock.data import MapLoader
-
-    return MapLoader(Numbered(), batch_size=6, shuffle=True)
 
 
 class Queue:

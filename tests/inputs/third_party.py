@@ -19,12 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
-    SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -112,23 +109,6 @@ class ShuffledStream(Stream):
             yield {"row": self.first + number, "noise": 0.0}
 
 
-class GeneratorStream(IterableDataset[dict[str, Any]]):
-    """An iterable whose `iter` is a generator function, as many write it; epochs go on counting."""
-
-    def __init__(self) -> None:
-        self.first = first_row()
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        import torch.utils.data._utils.worker as torch_worker
-
-        info = torch_worker._worker_info
-        start, step = (0, 1) if info is None else (info.id, info.num_workers)
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        for number in range(start, ROWS, step):
-            yield {"row": self.first + number, "noise": float(epoch)}
-
-
 def _folder(name: str) -> Path:
     return Path(tempfile.gettempdir()) / f"penstock-third-party-{os.getuid()}" / name
 
@@ -165,16 +145,6 @@ def weighted_sampler(workers: int = 0, own: bool = False) -> Any:
     return _stateful(rows, workers, sampler=WeightedRandomSampler(weights, ROWS, generator=_generator(own)))
 
 
-def subset_sampler(workers: int = 0) -> Any:
-    return _stateful(Rows(rows=2 * ROWS), workers, sampler=SubsetRandomSampler(range(0, 2 * ROWS, 2)))
-
-
-def batch_sampler(workers: int = 0) -> Any:
-    rows = Rows()
-    batches = BatchSampler(RandomSampler(rows), 4, drop_last=False)
-    return _stateful(rows, workers, batch_size=1, batch_sampler=batches)
-
-
 def distributed_sampler(workers: int = 0) -> Any:
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -196,10 +166,6 @@ def saved_stream(workers: int = 0, noisy: bool = False) -> Any:
 
 def shuffled_stream(workers: int = 0) -> Any:
     return _stateful(ShuffledStream(), workers)
-
-
-def generator_stream(workers: int = 0) -> Any:
-    return _stateful(GeneratorStream(), workers)
 
 
 def rare_snapshots(workers: int = 2) -> Any:
@@ -230,10 +196,6 @@ def nodes_random_own() -> Any:
     return _nodes(lambda nodes: nodes.MapStyleWrapper(rows, RandomSampler(rows, generator=_generator(True))))
 
 
-def nodes_iterable() -> Any:
-    return _nodes(lambda nodes: nodes.IterableWrapper(Stream()))
-
-
 def nodes_saved_iterable() -> Any:
     return _nodes(lambda nodes: nodes.IterableWrapper(SavedStream()))
 
@@ -251,10 +213,6 @@ def _as_row(number: int) -> dict[str, Any]:
     return {"row": int(number), "noise": 0.0}
 
 
-def _noisy_row(number: int) -> dict[str, Any]:
-    return {"row": int(number), "noise": random.random()}
-
-
 def nodes_parallel() -> Any:
     """Four threads, and a prefetcher before the batches."""
     first = first_row()
@@ -264,22 +222,6 @@ def nodes_parallel() -> Any:
             nodes.IterableWrapper(range(first, first + ROWS)), _as_row, num_workers=4, in_order=True, method="thread"
         )
         return nodes.Prefetcher(mapped, prefetch_factor=4, snapshot_frequency=3)
-
-    return _nodes(make)
-
-
-def nodes_sampler() -> Any:
-    """A sampler as a node, and noise in the mapping."""
-    sampler = RandomSampler(range(first_row(), first_row() + ROWS))
-    return _nodes(lambda nodes: nodes.Mapper(nodes.SamplerWrapper(sampler), _noisy_row))
-
-
-def nodes_unbatched() -> Any:
-    first = first_row()
-
-    def make(nodes: Any) -> Any:
-        threes = nodes.Batcher(nodes.IterableWrapper(range(first, first + ROWS)), 3)
-        return nodes.Mapper(nodes.Unbatcher(threes), _as_row)
 
     return _nodes(make)
 
@@ -322,11 +264,6 @@ def _hf_stream() -> Any:
     return datasets.IterableDataset.from_generator(part, gen_kwargs={"starts": starts}).with_format("torch")
 
 
-def hf_iterable() -> Any:
-    """The dataset itself, with its own batches."""
-    return _hf_stream().filter(_keeps).batch(4)
-
-
 def hf_iterable_shuffled() -> Any:
     return _hf_stream().shuffle(seed=3, buffer_size=10).filter(_keeps).batch(4)
 
@@ -334,15 +271,6 @@ def hf_iterable_shuffled() -> Any:
 def hf_iterable_stateful(workers: int = 0, shuffle: bool = False) -> Any:
     dataset = _hf_stream().filter(_keeps)
     return _stateful(dataset.shuffle(seed=3, buffer_size=10) if shuffle else dataset, workers)
-
-
-def hf_iterable_torch(workers: int = 0) -> Any:
-    return DataLoader(_hf_stream().shuffle(seed=3, buffer_size=10), batch_size=4, num_workers=workers)
-
-
-def hf_arrow_iterable() -> Any:
-    """`to_iterable_dataset` of a table, in shards."""
-    return _hf_rows().to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=8).batch(4)
 
 
 # ---- webdataset

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import streams
-from torch.utils.data import DataLoader
 
 from penstock.proto.lane.producer import Producer
 from penstock.worker import current_assignment
@@ -118,30 +117,6 @@ def trapped(kind: str, points: list[str], folder: str) -> Any:
             elif not os.path.exists(marker):
                 set_trap(point, marker)
     return _loader(kind)
-
-
-def paced(kind: str, seconds: float) -> DataLoader[Any]:
-    """A loader of a kind whose batches take time."""
-    inner = SlotLoader.next
-
-    def slower(self: SlotLoader) -> Any:
-        time.sleep(seconds)
-        return inner(self)
-
-    SlotLoader.next = slower  # type: ignore[method-assign]
-    return _loader(kind)  # type: ignore[no-any-return]
-
-
-class SlowToSave(streams.Fresh):
-    """Begins each epoch in its first next(), and is saved too slowly for a snapshot at every step."""
-
-    def state_dict(self) -> dict[str, int]:
-        time.sleep(0.05)
-        return super().state_dict()
-
-
-def slow_to_save(batches: int) -> SlowToSave:
-    return SlowToSave(batches)
 
 
 # ---- loaders that wait, for whoever wants to do something at that moment

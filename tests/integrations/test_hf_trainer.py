@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: what its callback asks for, what a checkpoint is, and evaluation and accumulation beside it."""
+"""Hugging Face's Trainer: what its callback asks for, what a checkpoint is; evaluation and accumulation beside it."""
 
 from __future__ import annotations
 
