@@ -53,47 +53,6 @@ class Ordered:
         self.resumed = True
 
 
-class DrawsTwice(Ordered):
-    """Draws the next epoch's seed ahead; in the first epoch behind a restore it draws once more than it should. That
-    epoch is right, for its seed was drawn before, and the one after it is not."""
-
-    fields = ("done", "seed", "ahead")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ahead, self.extra = 17, False
-
-    def begin(self) -> None:
-        if self.extra:
-            torch.randint(1 << 30, ())
-            self.extra = False
-        self.seed, self.ahead = self.ahead, int(torch.randint(1 << 30, ()))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.extra = True
-
-
-def draws_twice() -> DrawsTwice:
-    return DrawsTwice()
-
-
-class Grows(Ordered):
-    """Loader that yields another order from its fourth epoch on; the number of epochs is not in its state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epochs = 0
-
-    def begin(self) -> None:
-        self.epochs += 1
-        self.seed = int(self.epochs > 3)
-
-
-def grows() -> Grows:
-    return Grows()
-
-
 class LooksAhead:
     """Restored, it has only the next `right` batches as they were: the rest of its order it draws anew."""
 

@@ -37,43 +37,6 @@ def twice(batches: int = 1000) -> Twice:
     return Twice(batches)
 
 
-class FromTheMiddle:
-    """Once restored within an epoch, it begins every later one there, too."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches, self.start, self.done = batches, 0, 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in range(self.start, self.batches):
-            self.done = number + 1
-            yield torch.tensor([number])
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = self.done = state["done"]
-
-
-class OnlyOne(FromTheMiddle):
-    """Holds what a process may have once, as a database's library opens a file."""
-
-    alive = 0
-
-    def __init__(self, batches: int) -> None:
-        super().__init__(batches)
-        if OnlyOne.alive:
-            raise RuntimeError("it is already open in this process")
-        OnlyOne.alive += 1
-
-    def __del__(self) -> None:
-        OnlyOne.alive = 0
-
-
-def only_one(batches: int = 12) -> OnlyOne:
-    return OnlyOne(batches)
-
-
 class Shuffled:
     """Its order depends on the epoch, which its state has, or has not."""
 
@@ -104,25 +67,6 @@ class Shuffled:
 
 def counts_epochs(batches: int = 12) -> Shuffled:
     return Shuffled(batches, saves_epoch=True)
-
-
-class Forgets(Shuffled):
-    """Restored, it has forgotten how many epochs there were, and begins the next one as the first."""
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        super().load_state_dict(state)
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        resumed = self.resumed
-        found = super().__iter__()
-        if resumed:
-            self.epoch = 17
-        return found
-
-
-def forgets(batches: int = 12) -> Forgets:
-    return Forgets(batches, saves_epoch=False)
 
 
 class CountsAnew:
@@ -218,17 +162,6 @@ class Streamed:
 
 def streamed(rows: int = 4) -> Streamed:
     return Streamed(rows)
-
-
-class Misled(Streamed):
-    """Its own methods lead a batch too far."""
-
-    def deaggregate_state_dict(self, aggregated: dict[str, int]) -> dict[str, int]:
-        return {"my_samples": super().deaggregate_state_dict(aggregated)["my_samples"] + self.rows}
-
-
-def misled(rows: int = 4) -> Misled:
-    return Misled(rows)
 
 
 class Arithmetic(Streamed):
