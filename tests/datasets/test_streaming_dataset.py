@@ -6,28 +6,22 @@ import json
 import os
 import pickle
 import re
-import shutil
 from contextlib import closing
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex, cast
+from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch.utils.data
-from fsspec.implementations.memory import MemoryFileSystem
 from shard_server import ShardServer
 from shardsets import numbers
 
-from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.data.streams import Stream
 from penstock.data.synthetic_dataset import SyntheticDataset
 from penstock.data.writing.writers import MDSWriter
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
-
-MDS = Path(__file__).parents[1] / "data" / "mds"
 
 
 def read(loader: StreamingLoader) -> list[list[int]]:
@@ -46,18 +40,13 @@ def test_samples_by_number(dataset: StreamingDataset) -> None:
 @pytest.mark.parametrize(
     "index",
     [
-        *(
-            slice(*ends)
-            for ends in ((3,), (0, 3), (-5, None), (8, 23, 7), (None, None, -1), (95, 300), (7, 2), (-300, 4))
-        ),
-        *(
-            [],
-            [3, 55, 3, -1],
-            np.array([9, 10], np.uint8),
-            torch.tensor([4, 99]),
-            np.arange(100) % 30 == 9,
-            range(9, 2, -3),
-        ),
+        slice(8, 23, 7),
+        slice(None, None, -1),
+        slice(-300, 4),
+        [],
+        [3, 55, 3, -1],
+        torch.tensor([4, 99]),
+        np.arange(100) % 30 == 9,
     ],
     ids=str,
 )
@@ -75,49 +64,13 @@ def test_several_samples_like_a_lists(dataset: StreamingDataset, index: Any) -> 
 def test_wrong_numbers_of_several_are_refused(dataset: StreamingDataset) -> None:
     for index, error, words in (
         ([0, 100], IndexError, "below 100, got 100"),
-        (np.array([-101]), IndexError, "below 100, got -101"),
-        (np.ones(99, bool), IndexError, "100 entries, got 99"),
         ([True, False], IndexError, "100 entries, got 2"),
         ([1.0], TypeError, "float"),
-        (slice(0.5), TypeError, "slice indices"),
         ("3", TypeError, "str"),
         ((1, 2), TypeError, "tuple"),
     ):
         with pytest.raises(error, match=words):
             dataset[index]
-
-
-def test_subsets_read_batches(dataset: StreamingDataset) -> None:
-    subset: Any = torch.utils.data.Subset(dataset, [40, 7, 99])
-    assert [sample["number"] for sample in subset.__getitems__([2, 0])] == [99, 40]
-    assert subset[1] == {"number": 7}
-    part, _ = torch.utils.data.random_split(dataset, [10, 90])
-    assert len(next(iter(torch.utils.data.DataLoader(part, batch_size=10)))["number"]) == 10
-
-
-class Fussy(StreamingDataset):
-    """Sample 9 raises what it is told to."""
-
-    error: Exception
-
-    def __getitem__(self, index: SupportsIndex) -> Any:
-        if index == 9:
-            raise self.error
-        return super().__getitem__(index)
-
-
-def test_subclass_error_names_its_sample(hundred: Path) -> None:
-    dataset = Fussy(local=hundred)
-    loader = StreamingLoader(dataset, batch_size=4, collate_fn=lambda samples: samples)
-    dataset.error = StopIteration()
-    with pytest.raises(
-        DatasetError, match=r"StopIteration must not come out of Fussy for sample 9 .*, where it would look like"
-    ):
-        read(loader)
-    dataset.error = ValueError("no such pixel")
-    with pytest.raises(ValueError, match="no such pixel") as caught:
-        read(loader)
-    assert caught.value.__notes__ == ["raised by Fussy for sample 9 (epoch 1, position 9)"]
 
 
 def test_splits_are_folders(tmp_path: Path) -> None:
@@ -144,10 +97,8 @@ def three(tmp_path: Path) -> list[Path]:
         ("proportion", (1, 1, 2), None, [40, 40, 80]),
         ("proportion", (0.5, 0.25, 0.25), 1000, [500, 250, 250]),
         ("proportion", (1, 1, 1), 100, [34, 33, 33]),
-        ("proportion", (0, 1, 0), 7, [0, 7, 0]),
         ("repeat", (1, 0.5, 3), None, [100, 25, 30]),
         ("choose", (5, 0, 25), None, [5, 0, 25]),
-        ("split", (None, None, None), None, [100, 50, 10]),
         ("split", (None, None, None), 16, [10, 5, 1]),
     ],
 )
@@ -163,33 +114,9 @@ def test_streams_are_mixed_by_their_shares(
         assert np.bincount([number // 1000 for number in rows], minlength=3).tolist() == shares
 
 
-@pytest.mark.parametrize(
-    ("streams", "says"),
-    [
-        ([Stream()], "must have remote, local or both"),
-        ([Stream(local="a", proportion=1, repeat=2)], "the same one of proportion, repeat and choose"),
-        ([Stream(local="a", proportion=1), Stream(local="b")], "the same one of proportion, repeat and choose"),
-        ([Stream(local="a", choose=-1)], "stream 0: choose must be a finite number >= 0, got -1"),
-        ([Stream(local="a", repeat=float("nan"))], "stream 0: repeat must be a finite number >= 0, got nan"),
-        (
-            [Stream(local="a", choose=1), Stream(local="b", choose=cast(Any, 2.5))],
-            "stream 1: choose must be a whole number, got 2.5",
-        ),
-        ([Stream(local="a", choose="five")], "stream 0: choose must be a whole number or a text such as 100k.*'five'"),
-        ([Stream(local="a", proportion=cast(Any, "0.5"))], "stream 0: proportion must be a number, got '0.5'"),
-        ([Stream(local="a", repeat=cast(Any, 1j))], "stream 0: repeat must be a number, got 1j"),
-    ],
-)
-def test_streams_that_cannot_be_meant(streams: list[Stream], says: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=says):
-        StreamingDataset(streams=streams)
-
-
 def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="needs either streams, or"):
         StreamingDataset()
-    with pytest.raises(InvalidArgumentError, match="needs either streams, or"):
-        StreamingDataset(local=hundred, streams=[Stream(local=hundred)])
     with pytest.raises(InvalidArgumentError, match="must be left out with streams"):
         StreamingDataset(streams=[Stream(local=hundred)], split="train")
     dataset = StreamingDataset(streams=[Stream(local=hundred, repeat=2)])
@@ -229,8 +156,8 @@ def test_a_local_folder_may_be_below_the_home(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "cache" / "train" / "index.json").exists()
 
 
-@pytest.mark.parametrize("weight", [{"proportion": 0.5}, {"repeat": 1}, {"choose": 7}])
-def test_a_stream_without_samples_has_no_share(tmp_path: Path, hundred: Path, weight: dict[str, Any]) -> None:
+def test_a_stream_without_samples_has_no_share(tmp_path: Path, hundred: Path) -> None:
+    weight: dict[str, Any] = {"proportion": 0.5}
     numbers(tmp_path / "none", 0)
     with pytest.raises(DatasetError, match=f"{tmp_path}/none: the index lists no samples"):
         StreamingDataset(streams=[Stream(local=hundred, **weight), Stream(local=tmp_path / "none", **weight)])
@@ -239,70 +166,15 @@ def test_a_stream_without_samples_has_no_share(tmp_path: Path, hundred: Path, we
     assert len(list(StreamingLoader(dataset, batch_size=10))) > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "plain"),
-    [
-        ("choose", np.int64(5), 5),
-        ("choose", "0.005k", 5),
-        ("repeat", np.float64(1.5), 1.5),
-    ],
-)
-def test_numbers_of_numpy_are_numbers(hundred: Path, name: str, value: Any, plain: float) -> None:
-    """Each state says how many samples of a stream there are, which a number of numpy's could not."""
-
-    def read_with(value: Any) -> tuple[Any, Any]:
-        dataset = StreamingDataset(
-            streams=[Stream(local=hundred, **{name: value})], cache_limit=cast(Any, np.int64(1 << 30))
-        )
-        loader = StreamingLoader(dataset, batch_size=4, shuffle=True, seed=1, collate_fn=lambda samples: samples)
-        return read(loader), json.loads(json.dumps(loader.state_dict()))
-
-    assert read_with(value) == read_with(plain)
-
-
-@pytest.mark.parametrize("limit", [0, -5, "10 parsecs", "0kb", 1.5, np.int64(0)])
-def test_a_cache_limit_that_is_none(tmp_path: Path, limit: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="cache_limit"):
-        StreamingDataset(local=tmp_path, cache_limit=limit)
-
-
-class Elsewhere(MemoryFileSystem):  # type: ignore[misc]
-    """A file system that only its user knows."""
-
-    protocol = "elsewhere"
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return super()._strip_protocol(str(path).replace("elsewhere://", "memory://"))
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> str:
-    """The address of 100 numbers, compressed, with their hashes."""
-    with MDSWriter(tmp_path / "made", {"n": "int"}, size_limit=200, compression="zstd", hashes=["sha1"]) as writer:
+def test_settings_of_one_stream(bucket: str, tmp_path: Path) -> None:
+    with MDSWriter(bucket, {"n": "int"}, size_limit=200, compression="zstd", hashes=["sha1"]) as writer:
         for number in range(100):
             writer.write({"n": number})
-    fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
-    Elsewhere.store.clear()
-    fsspec.filesystem("elsewhere").put(f"{tmp_path}/made/", "/data/", recursive=True)
-    return "elsewhere:///data"
-
-
-def test_own_filesystem_shards_are_evicted(elsewhere: str, tmp_path: Path) -> None:
-    with closing(StreamingDataset(elsewhere, tmp_path / "cache", cache_limit="0.5kb")) as dataset:
-        for number in (0, 99, 50, 0, 99):
-            assert dataset[number]["n"] == number
-        assert len(list((tmp_path / "cache").glob("shard.*"))) < len(dataset.sizes[0])
-
-
-def test_settings_of_one_stream(elsewhere: str, tmp_path: Path) -> None:
-    streams = [Stream(elsewhere, tmp_path / "plain"), Stream(elsewhere, tmp_path / "kept", keep_zip=True)]
+    streams = [Stream(bucket, tmp_path / "plain"), Stream(bucket, tmp_path / "kept", keep_zip=True)]
     with closing(StreamingDataset(streams=streams)) as dataset:
         assert (dataset[3]["n"], dataset[103]["n"]) == (3, 3)
     assert [len(list((tmp_path / name).glob("*.zstd"))) for name in ("plain", "kept")] == [0, 1]
-    checked = Stream(elsewhere, tmp_path / "plain", validate_hash="xxh64")
+    checked = Stream(bucket, tmp_path / "plain", validate_hash="xxh64")
     with closing(StreamingDataset(streams=[streams[1], checked])) as dataset:
         assert dataset[50]["n"] == 50
         with pytest.raises(DatasetError, match=r"validate_hash='xxh64' needs this hash .* got sha1"):
@@ -334,17 +206,6 @@ def test_damaged_web_shard_names_address_and_file(tmp_path: Path, at: int) -> No
             assert again[0] == {"text": "one"}
 
 
-@pytest.mark.parametrize("keep_zip", [False, True])
-def test_rewritten_dataset_ignores_old_files(tmp_path: Path, keep_zip: bool) -> None:
-    for first in (0, 1000):
-        with MDSWriter(tmp_path / "data", {"number": "int"}, compression="zstd", exist_ok=True) as writer:
-            for number in range(first, first + 50):
-                writer.write({"number": number})
-        for _ in range(2):
-            with closing(StreamingDataset(tmp_path / "data", tmp_path / "cache", keep_zip=keep_zip)) as dataset:
-                assert dataset[7] == {"number": first + 7}
-
-
 def end_of_shard(dataset: StreamingDataset, at: int) -> int:
     return int(next(end for end in np.cumsum(dataset.sizes[0]) if end > at))
 
@@ -359,7 +220,7 @@ def read_until_error(dataset: StreamingDataset, start: int) -> tuple[list[int], 
     return rows, ""
 
 
-@pytest.mark.parametrize("validate", [None, "sha1", False])
+@pytest.mark.parametrize("validate", [None, False])
 def test_rewritten_dataset_is_never_mixed(tmp_path: Path, validate: Any) -> None:
     """Detect a dataset from the web that was rewritten with the same sizes by the hashes of its index, unless
     validate_hash=False."""
@@ -376,11 +237,11 @@ def test_rewritten_dataset_is_never_mixed(tmp_path: Path, validate: Any) -> None
         assert rows == [*range(35, end), *range(5000 + end, 5100)]
     else:
         assert rows == list(range(35, end))
-        assert f"/cache/shard.00004.mds) is damaged: its {validate or 'xxh64'}" in error
+        assert "/cache/shard.00004.mds) is damaged: its xxh64" in error
         assert "if the dataset was written again since its index was fetched, use another cache folder" in error
 
 
-@pytest.mark.parametrize("moment", ["while", "after", "next run"])
+@pytest.mark.parametrize("moment", ["while", "next run"])
 def test_rewritten_without_hashes_is_never_mixed(tmp_path: Path, moment: str) -> None:
     """Detect a dataset on the web that was rewritten with the same sizes, and so the same index, by the index's age,
     also in a later process."""
@@ -402,8 +263,7 @@ def test_rewritten_without_hashes_is_never_mixed(tmp_path: Path, moment: str) ->
         assert re.search(r"/index.json was (written again|removed) since it was fetched into .*/cache, and", error)
 
 
-@pytest.mark.parametrize("hashes", [[], ["sha1"]])
-@pytest.mark.parametrize("moment", ["while", "after"])
+@pytest.mark.parametrize(("hashes", "moment"), [([], "while"), (["sha1"], "after")])
 def test_rewritten_folder_is_never_mixed(tmp_path: Path, hashes: list[str], moment: str) -> None:
     numbers(tmp_path, 100, 0, hashes=hashes, exist_ok=True)
     with closing(StreamingDataset(local=tmp_path)) as dataset:
@@ -420,49 +280,15 @@ def test_rewritten_folder_is_never_mixed(tmp_path: Path, hashes: list[str], mome
         again.close()
 
 
-@pytest.mark.parametrize("hashes", [[], ["sha1"]])
-def test_index_rewritten_unchanged_has_no_effect(tmp_path: Path, hashes: list[str]) -> None:
+def test_index_rewritten_unchanged_has_no_effect(tmp_path: Path) -> None:
     """Rewrite the index as workers do that each index the same files."""
-    numbers(tmp_path, 100, 0, hashes=hashes, exist_ok=True)
+    numbers(tmp_path, 100, 0, exist_ok=True)
     with closing(StreamingDataset(local=tmp_path)) as dataset:
         for at in (0, 50, 99):
             content = (tmp_path / "index.json").read_bytes()
             (tmp_path / "index.json").unlink()
             (tmp_path / "index.json").write_bytes(content)
             assert dataset[at] == {"number": at}
-
-
-def test_jobs_with_unlike_hashes_share_no_shard(tmp_path: Path) -> None:
-    """A cache's folder that was filled anew for another job, while this one goes on with the index it has."""
-    web, cache = tmp_path / "web", tmp_path / "cache"
-    numbers(web, 100, 0, hashes=["sha1"], exist_ok=True)
-    with ShardServer(web) as server, closing(StreamingDataset(server.url, cache)) as first:
-        assert first[5] == {"number": 5}
-        numbers(web, 100, 5000, hashes=["sha1"], exist_ok=True)
-        (cache / "index.json").unlink()
-        with closing(StreamingDataset(server.url, cache)) as second:
-            assert [second[at]["number"] for at in range(100)] == list(range(5000, 5100))
-            rows, error = read_until_error(first, 5)
-            assert rows == list(range(5, end_of_shard(first, 5)))
-            assert error
-
-
-@pytest.mark.parametrize("stamped", [False, True])
-def test_cached_shard_without_version_is_verified(tmp_path: Path, stamped: bool) -> None:
-    web, cache = tmp_path / "web", tmp_path / "cache"
-    numbers(web, 100, 0, hashes=["sha1"], exist_ok=True)
-    with ShardServer(web) as server:
-        with closing(StreamingDataset(server.url, cache)) as dataset:
-            assert dataset[0] == {"number": 0}
-        path = cache / "shard.00000.mds"
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-        if not stamped:
-            shutil.rmtree(cache / ".penstock" / "shards")
-        with closing(StreamingDataset(server.url, cache)) as dataset:
-            assert [dataset[at]["number"] for at in range(10)] == list(range(10))
-        assert server.requests[path.name] == 2
 
 
 def test_other_data_have_another_fingerprint(tmp_path: Path, hundred: Path) -> None:
@@ -473,28 +299,6 @@ def test_other_data_have_another_fingerprint(tmp_path: Path, hundred: Path) -> N
     index["shards"][0]["samples"] += 1
     (tmp_path / "index.json").write_text(json.dumps(index))
     assert StreamingDataset(local=tmp_path).fingerprint != same
-
-
-def test_pickles_are_refused_before_fetching(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=f"^{MDS}/pickles: shard.00000.mds: column .*allow_unsafe_types"):
-        StreamingDataset(str(MDS / "pickles"), tmp_path)
-
-
-def test_loader_needs_a_streaming_dataset(hundred: Path) -> None:
-    for dataset in (str(hundred), [1, 2, 3]):
-        with pytest.raises(InvalidArgumentError, match=r"dataset must be a StreamingDataset.* got (str|list)"):
-            StreamingLoader(dataset, batch_size=2)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("below", ["", "part=1"])
-def test_parquet_without_index_names_the_remedy(tmp_path: Path, below: str) -> None:
-    (tmp_path / below).mkdir(exist_ok=True)
-    (tmp_path / below / "a.parquet").write_bytes(b"")
-    says = rf"{tmp_path} .*index.json. Call index_folder\('{tmp_path}'\) to index"
-    with pytest.raises(ShardUnavailableError, match=says):
-        StreamingDataset(local=tmp_path)
-    with pytest.raises(ShardUnavailableError, match=says):
-        StreamingDataset(tmp_path)
 
 
 def test_shards_are_closed_when_there_are_many(dataset: StreamingDataset) -> None:
@@ -525,14 +329,3 @@ def test_a_shard_closed_by_another_thread_is_read(
         assert dataset[4] == {"number": 4}
     for other in others:
         os.close(other)
-
-
-def test_many_threads_read_many_shards(tmp_path: Path) -> None:
-    """More shards than are kept open, so that threads close and open all the time what others read."""
-    with closing(StreamingDataset(local=numbers(tmp_path, 400))) as dataset:
-        dataset._open.most = 2
-        loader = MapLoader(dataset, batch_size=8, shuffle=True, seed=1, fetch_threads=8)
-        alone = [batch["number"].tolist() for batch in MapLoader(dataset, batch_size=8, shuffle=True, seed=1)]
-        for _ in range(4):
-            loader.set_epoch(0)
-            assert [batch["number"].tolist() for batch in loader] == alone

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.data import MapLoader, SyntheticDataset
-from penstock.proto.errors import InvalidArgumentError, StateMismatchError
+from penstock.proto.errors import StateMismatchError
 
 
 class Pair(NamedTuple):
@@ -48,12 +48,3 @@ def test_another_form_is_refused_by_a_state() -> None:
     MapLoader(SyntheticDataset(SPEC, 7), batch_size=2).load_state_dict(state)
     with pytest.raises(StateMismatchError, match="synthetic"):
         MapLoader(SyntheticDataset({**SPEC, "tokens": torch.empty(6)}, 7), batch_size=2).load_state_dict(state)
-
-
-def test_specs_that_cannot_be_meant() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"sample_spec\['a'\]\[1\] must be a tensor or .* got str"):
-        SyntheticDataset({"a": [torch.empty(1), "float32"]}, 7)
-    with pytest.raises(InvalidArgumentError, match="num_samples must be at least 1, got 0"):
-        SyntheticDataset(SPEC, 0)
-    with pytest.raises(IndexError, match="must be at least -7 and below 7, got 7"):
-        SyntheticDataset(SPEC, 7)[7]

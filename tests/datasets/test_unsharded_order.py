@@ -20,22 +20,6 @@ def test_blocks_are_a_permutation_of_neighbours(length: int, block: int, epoch: 
     assert changes <= -(-length // block) - 1, "a block was left and come back to"
 
 
-def test_epochs_seeds_and_blocks_differ() -> None:
-    orders = {
-        tuple(UnshardedOrder(30, 30, seed=seed, shuffle=True, block=block).ids(epoch, np.arange(30)).tolist())
-        for seed in range(3)
-        for epoch in (0, 1, 10**30)
-        for block in (None, 7)
-    }
-    assert len(orders) == 18
-
-
-def test_the_short_block_comes_anywhere() -> None:
-    order = UnshardedOrder(23, 23, seed=1, shuffle=True, block=5)
-    at = {int(np.flatnonzero(order.ids(epoch, np.arange(23)) >= 20)[0]) for epoch in range(100)}
-    assert at == {0, 5, 10, 15, 20}
-
-
 def test_the_order_is_the_same_for_ever() -> None:
     """A saved state is a position in this order."""
     assert UnshardedOrder(10, 14, seed=5, shuffle=True).ids(2, np.arange(14)).tolist() == GOLDEN[0]

@@ -13,16 +13,12 @@ import pytest
 import torch
 from all_workers import AllWorkers, saved
 from forked import join_all
-from shard_server import Fault, ShardServer
 from shardsets import numbers
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.client.testing import FakeAppliance, LostWorker
-from penstock.data import JSONWriter, MDSWriter, Stream, StreamingDataset, StreamingLoader, merge_index
-from penstock.data.cache.dataset_versions import open_version
-from penstock.data.cache.shard_cache import ShardCache
+from penstock.data import MDSWriter, Stream, StreamingDataset, StreamingLoader, merge_index
 from penstock.data.formats.index import INDEX, version_index
-from penstock.data.remote import folders
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError, StateMismatchError
 
@@ -85,41 +81,6 @@ def test_torn_index_of_a_version_is_named(tmp_path: Path) -> None:
         StreamingDataset(str(tmp_path / "data"), version=2)
     path.write_bytes((tmp_path / "data" / INDEX).read_bytes())
     assert len(StreamingDataset(str(tmp_path / "data"))) == 40
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ("absent", "must have version 1, but its index .* is missing"),
-        ("refused", "^http.*HTTP 403"),
-        ("page", "^http.*must be the index"),
-    ],
-)
-def test_only_an_absent_version_is_missing(wrong: str, words: str, tmp_path: Path) -> None:
-    """A server's other failures stay what they are; the caches are closed after each."""
-    append(tmp_path / "data", 0)
-    made: list[ShardCache] = []
-
-    class Listed(ShardCache):
-        def close(self) -> None:
-            made.remove(self)
-            super().close()
-
-    def make(index: str) -> ShardCache:
-        made.append(Listed(RemoteFolder(server.url), tmp_path / f"cache {version}", index=index))
-        return made[-1]
-
-    with ShardServer(tmp_path / "data") as server:
-        server.fault = lambda name: Fault(403) if wrong == "refused" and name == version_index(1) else None
-        if wrong == "absent":
-            (tmp_path / "data" / version_index(1)).unlink()
-        for name in (INDEX, version_index(1)) if wrong == "page" else ():
-            (tmp_path / "data" / name).write_text("please log in")
-        for version in (1, None):
-            with pytest.raises(DatasetError, match=words) as failed:
-                open_version(make, version, "data")
-            assert isinstance(failed.value, ShardUnavailableError) == (wrong == "refused")
-            assert not made
 
 
 def loader(place: str, cache: Path, version: Any = None, **settings: Any) -> Callable[[], StreamingLoader]:
@@ -314,40 +275,3 @@ def test_parts_are_appended_by_merging(place: str, tmp_path: Path) -> None:
     assert read(place, tmp_path / "cache", version=1) == list(range(10))
     with pytest.raises(DatasetError, match="must have version 3"):
         read(place, tmp_path / "cache", version=3)
-
-
-def test_local_copy_is_the_published_index(place: str, tmp_path: Path) -> None:
-    for part in ("a", "b"):
-        write(f"{place}/{part}", 10)
-        merge_index((tmp_path / "copy", place), [f"{place}/{part}"], append=True)
-        with closing(RemoteFolder(place)) as remote:
-            assert (tmp_path / "copy" / INDEX).read_bytes() == remote.read(INDEX, deadline_s=30)
-
-
-def test_indexes_of_any_size_are_joined(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index that is too large to be read as a whole is appended to and merged, and returned shard by shard."""
-    monkeypatch.setattr(folders, "LARGEST_READ", 100)
-    for part in range(2):
-        write(f"{place}/{part}", 20, first=20 * part)
-    merged = merge_index(place)
-    write(f"{place}/2", 20, first=40)
-    with MDSWriter(place, {"number": "int"}, append=True) as writer:
-        writer.write({"number": 60})
-    appended = writer.close()
-    shards = merge_index(place, [f"{place}/2"], append=True)
-    assert (len(merged), len(appended), len(shards)) == (4, 5, 7)
-    assert [shard.name for shard in shards[:4]] == [shard.name for shard in merged]
-    assert [shard.samples for shard in shards] == [10, 10, 10, 10, 1, 10, 10]
-    assert shards[-1] == shards[6] == list(shards)[-1]
-    assert sorted(read(place, tmp_path / "cache")) == list(range(61))
-    assert read(place, tmp_path / "cache", version=1) == list(range(40))
-    merge_index(place, [f"{place}/2"], append=True)
-    assert sorted(read(place, tmp_path / "again")) == list(range(61)), "nothing was new"
-
-
-def test_text_is_appended_too(tmp_path: Path) -> None:
-    for number in range(3):
-        with JSONWriter(tmp_path / "data", {"number": "int"}, append=True) as writer:
-            writer.write({"number": number})
-        assert writer.version == number + 1
-    assert read(str(tmp_path / "data"), tmp_path / "cache") == [0, 1, 2]
