@@ -304,17 +304,22 @@ def test_moved_slot_drops_late_frames(either: Any) -> None:
     assert rig.taken() == 0
     assert new.producer.attached, "it was told of none of the other's slots"
     old.producer.close()
+    whole = either()
+    whole.numbers(0, 0, 1, 2)
+    whole.take(3)
+    assert rig.reader._lanes[0].chain == whole.reader._lanes[0].chain, "no batch is left out of the slot's chain"
 
 
-def test_a_batch_out_of_order_is_an_error(either: Any) -> None:
+@pytest.mark.parametrize(("total", "epoch"), [(3, 0), (2, 1)])
+def test_a_batch_out_of_order_is_an_error(either: Any, total: int, epoch: int) -> None:
+    """When it is due, also where it could have been copied ahead."""
     rig = either()
     rig.numbers(0, 0)
-    assert rig.take(1) == [0]
-    rig.runners[0].total += 1
+    rig.runners[0].total, rig.runners[0].epoch = total - 1, epoch
     rig.numbers(0, 2)
-    with pytest.raises(
-        ProtocolError, match="worker w0: the worker sent batch 3 of epoch 0, but batch 2 of epoch 0 was due"
-    ):
+    assert rig.take(1) == [0]
+    words = f"worker w0: the worker sent batch {total} of epoch {epoch}, but batch 2 of epoch 0 was due"
+    with pytest.raises(ProtocolError, match=words):
         rig.reader.next()
 
 
