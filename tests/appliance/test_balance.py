@@ -93,12 +93,6 @@ def test_slots_go_from_fullest_to_emptiest(world: FakeCluster) -> None:
     assert went == 2
 
 
-def test_recently_moved_slot_stays(world: FakeCluster) -> None:
-    crowded(world)
-    world.now -= 0.5
-    assert planned(world) == []
-
-
 def test_failed_target_is_not_retried_at_once(world: FakeCluster) -> None:
     crowded(world)
     slot, cluster = slots_of(world)[0], world.state_machine.cluster
@@ -186,15 +180,6 @@ def test_small_or_common_waits_move_nothing(world: FakeCluster, shares: tuple[fl
     assert planned(world) == []
 
 
-def test_load_avoids_workers_stragglers_left(world: FakeCluster) -> None:
-    crowded(world)
-    nudged = slots_of(world)[0]
-    nudged.was_slow_at = frozenset({"empty"})
-    assert planned(world) == []
-    nudged.was_slow_at = frozenset({"empty", "b", "c"})  # it is slow by itself, which says nothing about a machine
-    assert planned(world) == [(1, "empty")]
-
-
 def test_slots_do_not_oscillate(world: FakeCluster) -> None:
     """Stragglers leave it, and then it is the emptiest: load brought them back, and so on for ever."""
     slow, fast = world.worker("slow", 2, host="host-b"), world.worker("fast", 4, host="host-c")
@@ -219,11 +204,6 @@ def test_slots_do_not_oscillate(world: FakeCluster) -> None:
     assert set(went[60:]) == {("fast",) * 4}
 
 
-def test_as_many_moves_as_there_is_room_for(world: FakeCluster) -> None:
-    crowded(world)
-    assert planned(world, room=0) == []
-
-
 def test_coordinator_balances_unless_disabled() -> None:
     for after_s, moved in ((10.0, 1), (0.0, 0)):
         world = FakeCluster(Limits(balance_after_s=after_s))
@@ -231,9 +211,6 @@ def test_coordinator_balances_unless_disabled() -> None:
         everybody = [FakeWorker(world, name, f"{name}-1", "", 4) for name in ("full", "empty")]
         world.run_for(1.5, [box, *everybody])
         assert len(world.state_machine.placement.migrating) == moved
-
-
-# ------------------------------------------------------------------------------------------------------------- demand
 
 
 def test_recommended_workers_follow_demand(world: FakeCluster) -> None:
@@ -257,20 +234,3 @@ def test_recommended_workers_follow_demand(world: FakeCluster) -> None:
     assert world.status().runs[0].recommended_workers_per_box == 3
     box.close()
     assert world.status().recommended_workers == 0
-
-
-def test_young_run_needs_as_many_workers(world: FakeCluster) -> None:
-    """Measure from the beginning, not from a speed of 0 that decays; and not before there is enough."""
-    worker, box = world.worker("w", 4), world.open()
-    recommended = []
-    for _ in range(60):
-        reports = [worker.slot_report(assignment, pb.READY) for assignment in worker.heartbeat().assignments]
-        for report in reports:
-            report.batch_s = 0.1
-        worker.heartbeat(*reports)
-        box.deliver(30)  # a second: of which a slot gives 10, and a quarter more are asked for
-        world.now += 1.0
-        recommended.append(world.status().runs[0].recommended_workers_per_box)
-    assert recommended[0] == 0
-    assert set(recommended) == {0, 4}
-    assert recommended[10:] == [4] * 50

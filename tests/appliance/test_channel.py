@@ -35,12 +35,11 @@ from penstock.proto.errors import (
     VersionSkewError,
     error_named,
 )
-from penstock.proto.rpc import authenticated_calls, wire_errors
+from penstock.proto.rpc import wire_errors
 from penstock.proto.rpc.bounds.reply_parts import SnapshotParts, blob_name
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import (
     CHUNK,
-    PROTOCOL,
     SERVICE,
     VERSION,
     RunningServer,
@@ -48,7 +47,6 @@ from penstock.proto.rpc.channel import (
     connect_aio,
     detail_of,
     error_of,
-    host_id,
     server_aio,
 )
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -156,11 +154,9 @@ async def test_server_bug_arrives_with_its_traceback(client: AsyncCoordinatorCli
 
 
 @on_server()
-async def test_error_in_mid_stream_is_raised(served: RunningServer, client: AsyncCoordinatorClient) -> None:
+async def test_error_in_mid_stream_is_raised(client: AsyncCoordinatorClient) -> None:
     with pytest.raises(InvalidArgumentError, match="in mid-stream"):
         await client.get_blob("broken")
-    with CoordinatorClient(served.address, TOKEN) as blocking, pytest.raises(InvalidArgumentError):
-        await asyncio.to_thread(blocking.get_blob, "broken")
 
 
 def test_long_details_keep_both_ends() -> None:
@@ -171,13 +167,6 @@ def test_long_details_keep_both_ends() -> None:
     assert detail.remote_traceback.endswith("\nthe place")
     assert "bytes left out" in detail.remote_traceback
     assert type(error_of(detail)) is InvalidArgumentError
-
-
-def test_derived_error_travels_as_its_base() -> None:
-    class Closer(DeadlineError):
-        pass
-
-    assert detail_of(Closer("late")).name == "DeadlineError"
 
 
 # ------------------------------------------------------------------------------------------------------ who may call
@@ -200,22 +189,6 @@ async def test_wrong_or_missing_token_is_refused(served: RunningServer, client: 
     assert str(caught.value.details()).startswith("no token was sent")
 
 
-@on_server()
-async def test_other_protocol_is_refused_with_remedy(
-    client: AsyncCoordinatorClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(authenticated_calls, "_RELEASE", (("penstock-protocol", "7"), ("penstock-version", "9.9.9")))
-    with pytest.raises(VersionSkewError) as caught:
-        await client.open_run(pb.OpenRunRequest())
-    assert caught.value.message == (
-        f"the caller (Penstock 9.9.9) uses protocol 7, the coordinator (Penstock {VERSION}) uses {PROTOCOL}: "
-        "install the same release on both ends"
-    )
-    monkeypatch.setattr(authenticated_calls, "_RELEASE", ())
-    with pytest.raises(VersionSkewError, match="uses no protocol number"):
-        await client.open_run(pb.OpenRunRequest())
-
-
 @in_loop
 async def test_health_needs_no_token_and_has_no_watch() -> None:
     async with serving() as (served, _), connect_aio(served.address) as bare:
@@ -231,7 +204,7 @@ async def test_health_needs_no_token_and_has_no_watch() -> None:
         assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.mark.parametrize("token", ["", "two words", "tökn", "line\nbreak"])
+@pytest.mark.parametrize("token", ["", "line\nbreak"])
 def test_token_that_fits_no_header_is_refused(token: str) -> None:
     with pytest.raises(InvalidArgumentError, match="one word of 1 to"):
         CoordinatorClient("127.0.0.1:1", token)
@@ -284,15 +257,6 @@ async def test_own_close_differs_from_lost_peer(
         await pending
     with pytest.raises(LaneClosedError, match="was closed on this side before Status"):
         await asyncio.to_thread(blocking.status)
-
-    servicer.held.clear()
-    third = AsyncCoordinatorClient(served.address, TOKEN)
-    waiting = asyncio.ensure_future(third.watch_run(pb.WatchRunRequest(hold_s=60)))
-    await asyncio.to_thread(servicer.held.wait, 10)
-    await served.stop(0)
-    with pytest.raises(CoordinatorUnavailableError, match=served.address):
-        await waiting
-    await third.close()
 
 
 @in_loop
@@ -418,11 +382,7 @@ def test_shared_unix_socket_folder_is_refused(tmp_path: Path) -> None:
     ("listen", "words"),
     [
         ("0.0.0.0:0", "can be reached from other machines"),
-        ("[::]:0", "can be reached from other machines"),
-        ("example.org:80", "can be reached from other machines"),
-        ("no-port", 'must be "host:port" or "unix:/path"'),
         ("host:99999", 'must be "host:port"'),
-        ("unix:", 'must be "host:port"'),
         ("unix:x", 'must be "host:port"'),
     ],
 )
@@ -434,24 +394,6 @@ def test_addresses_that_are_refused(listen: str, words: str) -> None:
 def test_foreign_address_is_not_port_taken() -> None:
     with pytest.raises(InvalidArgumentError, match=r"cannot listen on 192\.0\.2\.1:0: .*assign requested address"):
         asyncio.run(server_aio("192.0.2.1:0", TOKEN, lambda server: None, insecure=True))
-
-
-@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.9.9.9:0", "localhost:0", "0.0.0.0:0"])
-@in_loop
-async def test_taken_address_is_named_with_its_port(listen: str) -> None:
-    served = await server_aio(listen, TOKEN, lambda server: None, insecure=listen.startswith("0"))
-    host, _, port = served.address.rpartition(":")
-    assert host == listen.rpartition(":")[0]
-    assert int(port) > 0
-    await served.stop(0)
-
-
-# ------------------------------------------------------------------------------------------------------------ host id
-
-
-def test_host_id_is_per_machine_and_network() -> None:
-    assert host_id() == host_id()
-    assert str(Path("/proc/sys/kernel/random/boot_id").read_text().strip()) in host_id()
 
 
 def test_moved_coordinator_is_found_by_name(tmp_path: Path) -> None:

@@ -10,19 +10,16 @@ import pytest
 from fake_cluster import limited
 from served import LIMITS, TOKEN, asking, coordinator, daemon, opening, until_ready
 
-from penstock.appliance.core.state_query import BoxState, StateQuery
 from penstock.appliance.journal.snapshot_store import ClosedRun
-from penstock.appliance.server.closed_runs import ClosedRuns, boxes_of, parts_of
+from penstock.appliance.server.closed_runs import ClosedRuns
 from penstock.proto.errors import (
     InvalidArgumentError,
-    StateCorruptError,
     StateUnavailableError,
     SupersededError,
 )
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, FetchedState
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import records_pb2
 
 RUN = "job/0"
 
@@ -74,23 +71,20 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
                 assert (await client.fetch_state(newest())).records[0][0].worker_step == 0
 
     async def unkept() -> None:
-        """Refuse a run without a fetched state, states too large for JSON, and states without envelopes."""
-        async with coordinator() as address:
-            async with AsyncCoordinatorClient(address, TOKEN) as client, daemon(address):
-                await client.open_run(opening())
-                await until_ready(client)
-                with pytest.raises(StateCorruptError, match="an encoded state must have >= 40 bytes, got 7"):
-                    await client.fetch_state(newest(format=pb.STATE_JSON))
-                await client.close_run(pb.CloseRunRequest(run=RUN, attempt=1, client_id="c0", forget=True))
-            async with AsyncCoordinatorClient(address, TOKEN) as client, daemon(address, say=user_state):
-                await client.open_run(opening(client_id="c1"))
-                await until_ready(client, client_id="c1")
-                with pytest.raises(InvalidArgumentError, match="a state must have at most 8 bytes to be sent as JSON"):
-                    await client.fetch_state(newest(format=pb.STATE_JSON))
-                await client.open_run(opening(client_id="c2"))
-                await client.close_run(pb.CloseRunRequest(run=RUN, attempt=2, client_id="c2"))
-                with pytest.raises(SupersededError, match="attempt 2 of run job/0 was closed"):
-                    await client.fetch_state(newest())
+        """Refuse a run without a fetched state, and states too large for JSON."""
+        async with (
+            coordinator() as address,
+            AsyncCoordinatorClient(address, TOKEN) as client,
+            daemon(address, say=user_state),
+        ):
+            await client.open_run(opening())
+            await until_ready(client)
+            with pytest.raises(InvalidArgumentError, match="a state must have at most 8 bytes to be sent as JSON"):
+                await client.fetch_state(newest(format=pb.STATE_JSON))
+            await client.open_run(opening(client_id="c2"))
+            await client.close_run(pb.CloseRunRequest(run=RUN, attempt=2, client_id="c2"))
+            with pytest.raises(SupersededError, match="attempt 2 of run job/0 was closed"):
+                await client.fetch_state(newest())
 
     state = asyncio.run(first())
     with limited(json_max=400):
@@ -123,11 +117,3 @@ def test_the_oldest_states_go_first() -> None:
     now[0] = 200.0
     assert runs.get("e") is None
     assert came("f", 1) == ["e", "d"]
-
-
-def test_a_state_comes_back_from_its_parts() -> None:
-    query = StateQuery(RUN, 1, 5, num_boxes=2)
-    for box in (1, 0):
-        records = [(pb.WorkerRecord(box=box, local_worker_id=slot), b"%d" % slot) for slot in (0, 1)]
-        query.boxes[box] = BoxState(records, records_pb2.BoxPosition(step=5))
-    assert boxes_of(parts_of(query)) == [query.boxes[0], query.boxes[1]]

@@ -8,7 +8,6 @@ import pytest
 from fake_cluster import FakeCluster, FakeWorker
 
 from penstock.appliance.core import demand
-from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
@@ -56,38 +55,9 @@ def test_storage_bound_slots_need_no_core_each() -> None:
     assert "Raise num_workers_per_box, or make input_fn faster" in status.runs[0].bottleneck.text
 
 
-def test_processor_waits_add_no_demand() -> None:
-    """The cores are others' work, as far as the run needs them."""
-    world = FakeCluster()
-    worker = world.worker("w", 8, cores=64)
-    world.open(num_workers_per_box=8)
-    measured(worker, 0.5, 0.05, 0.4)
-    assert starved(world, steps_per_s=20.0, share=0.0).runs[0].recommended_workers_per_box == 3  # 20 * 0.1 * 1.25
-
-
-def test_boxes_share_the_cores() -> None:
-    world = FakeCluster()
-    worker = world.worker("w", 8, cores=4)
-    for box in range(2):
-        world.open(box, num_boxes=2, num_workers_per_box=4)
-    measured(worker, 0.1, 0.1)
-    assert starved(world, steps_per_s=100.0).runs[0].recommended_workers_per_box == 2
-
-
-def test_boxes_sharing_few_cores_get_one_slot() -> None:
-    world = FakeCluster()
-    worker = world.worker("w", 3, cores=1)
-    for box in range(3):
-        world.open(box, num_boxes=3, num_workers_per_box=1)
-    measured(worker, 0.3, 0.1, 0.2)
-    assert starved(world, steps_per_s=10.0).runs[0].recommended_workers_per_box == 1
-
-
 @pytest.mark.parametrize(
     ("workers", "cores"),
     [
-        ([], 0),
-        ([("a", 2)], 2),
         ([("a", 2), ("b", 4)], 6),
         ([("a", 2), ("a", 4)], 4),  # of one machine
         ([("a", 2), ("b", 0)], 0),  # one did not tell
@@ -98,22 +68,3 @@ def test_cores_of_all_machines(workers: Sequence[tuple[str, int]], cores: int) -
     for number, (host, count) in enumerate(workers):
         world.worker(f"w{number}", host=host, cores=count)
     assert demand.cores(world.state_machine.cluster.workers.values()) == cores
-
-
-def test_cores_of_draining_workers_do_not_count() -> None:
-    world = FakeCluster()
-    world.worker("stays", host="a", cores=2)
-    world.worker("goes", host="b", cores=2)
-    world.state_machine.cluster.workers["goes"].draining = True
-    assert demand.cores(world.state_machine.cluster.workers.values()) == 2
-
-
-@pytest.mark.parametrize("field", ["batch_cpu_s", "batch_delay_s"])
-def test_times_that_no_clock_has_said_are_refused(field: str) -> None:
-    world = FakeCluster()
-    worker = world.worker("w")
-    world.open()
-    report = worker.slot_report(worker.of(0), pb.READY)
-    setattr(report, field, float("nan"))
-    with pytest.raises(InvalidArgumentError, match=field):
-        worker.heartbeat(report)

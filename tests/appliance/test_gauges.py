@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster
 
-from penstock.appliance.core.gauges import HALF_S, BoxWaits, SlotGauge
+from penstock.appliance.core.gauges import HALF_S, BoxWaits
 from penstock.appliance.core.recent_events import MOST, RecentEvents
 from penstock.appliance.core.request_checks import check_progress
-from penstock.appliance.server.dashboard import MINUTES, RUNS, SECONDS, SOURCES, OneRunSeries, RunSeries, ShareSeries
+from penstock.appliance.server.dashboard import ShareSeries
 from penstock.appliance.server.recent_queries import RecentQueries
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -42,31 +41,9 @@ def test_old_waits_fade() -> None:
     assert waits.share == pytest.approx(0.5 / 1.5)
 
 
-def test_a_new_executor_counts_from_0_again() -> None:
-    waits = told(BoxWaits(), (100, [50.0, 0.0]), (101, [50.0, 0.0]), (102, [0.5, 0.25]))
-    assert 0.36 < waits.share < 0.40
-    assert waits.of(0) == pytest.approx(2 * waits.of(1))
-
-
-def test_wait_never_exceeds_elapsed_time() -> None:
-    assert told(BoxWaits(), (100, [0.0, 0.0]), (101, [1e9, 0.0])).share == 1.0
-    assert told(BoxWaits(), (100, [0.0, 0.0]), (101, [-5.0, 0.0])).share == 0.0
-
-
 def test_waits_while_batches_lay_ready_are_known() -> None:
     waits = told(BoxWaits(), (100, [0.0, 0.0]), (101, [0.5, 0.1]), queued=(7, 1))
     assert (waits.late(0), waits.late(1)) == (1.0, 0.0)
-
-
-def test_queue_is_produced_minus_delivered() -> None:
-    gauge = SlotGauge()
-    gauge.report(10, 20, 12)
-    assert (gauge.queued, gauge.mean_queued) == (8, 8.0)
-    gauge.report(11, 20, 22)  # the box said so since
-    assert gauge.queued == 0
-    assert 0 < gauge.mean_queued < 8
-    gauge.restart(12)
-    assert (gauge.queued, gauge.mean_queued, gauge.lost_at) == (0, 0.0, 12)
 
 
 class Clock:
@@ -123,33 +100,7 @@ def test_what_ended_a_fetch_is_told() -> None:
     fetches = RecentQueries(Clock(), lambda: 7.0)
     with pytest.raises(ValueError, match="no such step"), fetches.noted(asked(fetches, 0, 40)):
         raise ValueError("no such step")
-
-    def reader() -> Iterator[int]:
-        with fetches.noted(asked(fetches, 0, 41)):
-            yield 1
-
-    reading = reader()
-    next(reading)
-    del reading
-    assert [state.error for state in fetches.messages()["job/0"]] == ["no such step", "the caller disconnected"]
-
-
-def test_minutes_are_means_and_bounded() -> None:
-    track = OneRunSeries()
-    for second in range(60, 60 + 3 * 86400, 2):
-        track.add((second, float(second % 60), 0.5, 1.0))
-    assert len(track.seconds) == SECONDS
-    assert len(track.minutes) == MINUTES
-    assert all(point[0] % 60 == 0 and point[1] == 29.0 for point in track.minutes)
-
-
-def test_ended_runs_are_dropped_for_new_ones() -> None:
-    series = RunSeries()
-    for number in range(3 * RUNS):
-        series.add(f"job/{number}", (1.0, 2.0, 0.1, 3.0))
-    found = series.as_dict()
-    assert len(found["runs"]) == RUNS
-    assert found["runs"][f"job/{3 * RUNS - 1}"] == {"seconds": [[1.0, 2.0, 0.1, 3.0]], "minutes": []}
+    assert [state.error for state in fetches.messages()["job/0"]] == ["no such step"]
 
 
 def shares_of(series: ShareSeries) -> dict[str, tuple[float, float]]:
@@ -184,21 +135,6 @@ def test_shares_are_those_of_the_last_seconds() -> None:
     assert series.caption() == {"unit": "samples", "imbalance": 1.25}
 
 
-def test_first_point_counts_tokens_of_all_sources() -> None:
-    series, box = ShareSeries(), counted(code=10, web=10)
-    box.sources["code"].tokens = 90  # "web" alone says that the weights count tokens
-    box.sources["web"].wanted_of_tokens = True
-    series.add(1.0, [box])
-    assert {name: delivered for name, (delivered, _) in shares_of(series).items()} == {"code": 0.75, "web": 0.25}
-
-
-def test_small_sources_share_a_line() -> None:
-    series = ShareSeries()
-    series.add(1.0, [counted(**{f"s{number}": 100 - number for number in range(20)})])
-    assert series.names == [*(f"s{number}" for number in range(SOURCES)), "others"]
-    assert sum(share for share, _ in shares_of(series).values()) == pytest.approx(1.0, abs=1e-3)
-
-
 @pytest.mark.parametrize(
     "sources",
     [
@@ -211,9 +147,6 @@ def test_small_sources_share_a_line() -> None:
 def test_wrong_counts_of_a_report_are_refused(sources: list[pb.SourceCount]) -> None:
     with pytest.raises(InvalidArgumentError, match="must be"):
         check_progress(pb.WatchRunRequest(sources=sources), 2)
-
-
-# ---- in the state machine
 
 
 def test_status_has_queues_waits_and_snapshots() -> None:
@@ -245,6 +178,7 @@ def test_status_has_queues_waits_and_snapshots() -> None:
     assert (other.queued, other.wait_share, other.HasField("snapshot_age_s")) == (8, 0.0, False)
     assert (run.bottleneck.kind, run.bottleneck.input_bound) == ("straggler", True)
     assert (run.bottleneck.box, run.bottleneck.slot) == (0, 1)
+    assert {shown.ticket for shown in run.boxes[0].slots} == {""}, "tickets are the box's own"
 
 
 def kinds(world: FakeCluster) -> list[tuple[str, int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_cluster import FakeBox, FakeCluster, limited
 
-from penstock.appliance.core.box_history import BoxHistory, past
+from penstock.appliance.core.box_history import past
 from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.state.position import Position
@@ -44,20 +44,6 @@ def test_state_has_positions_and_abandoned(state: StateDir) -> None:
     assert [(skip.epoch, skip.total, skip.count) for skip in history.slots[1].skips] == [(1, 4, 2)]
     assert world.state_machine.cluster.history("job/0", 1) is None
     assert world.state_machine.cluster.history("other/0", 0) is None
-
-
-def test_ended_attempt_is_kept_whole(state: StateDir) -> None:
-    world = FakeCluster(directory=state)
-    box = world.open()
-    box.deliver(5)
-    box.abandon_epoch()
-    box.deliver(4)
-    world.open(client_id="next", has_seed=True, seed=4242)  # supersedes it
-    (first,) = past(state.path / "journal.db", "job/0", 0)
-    assert (first.attempt, first.settled, [cut.step for cut in first.abandoned]) == (1, False, [5])
-    assert first.known[-1].step == 9
-    assert first.opening.loader.input_fn == "m:f"
-    assert not past(state.path / "journal.db", "job/0", 1)
 
 
 def test_breaks_outlive_the_coordinator(state: StateDir) -> None:
@@ -114,28 +100,6 @@ def test_stream_digest_survives_restart(state: StateDir, closed: bool) -> None:
     (over,) = past(state.path / "journal.db", "job/0", 0)
     assert [at.step for at in over.known] == [0, 5, 9] + ([] if closed else [11])
     assert over.settled
-
-
-def test_history_is_made_where_it_is_written(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the history outside the event loop, which would receive no heartbeat meanwhile."""
-    made: list[int] = []
-    message = BoxHistory.message
-
-    def counted(history: BoxHistory) -> pb.History:
-        made.append(history.attempt)
-        return message(history)
-
-    monkeypatch.setattr(BoxHistory, "message", counted)
-    world = FakeCluster(directory=state)
-    boxes = [world.open(number, num_boxes=8, attempt_key="first") for number in range(8)]
-    for box in boxes:
-        box.deliver(3)
-    world.journal.deferred = True
-    world.open(0, client_id="next", num_boxes=8, attempt_key="second")
-    assert not made
-    world.journal.write(world.journal.take())
-    assert made == [1] * 8
-    assert past(state.path / "journal.db", "job/0", 5)[0].known[-1].step == 3
 
 
 def test_long_attempt_keeps_few_positions(state: StateDir) -> None:

@@ -146,22 +146,6 @@ def test_failed_target_is_replaced_at_once(world: FakeCluster) -> None:
     assert box.watch().slots[0].target_worker == "third"  # where it may have been mended
 
 
-def test_lost_target_is_replaced_if_possible(world: FakeCluster) -> None:
-    old, box, new = two(world)
-    drain(world, "old")
-    third = world.worker("third", 2)
-    world.run_for(2.0, (old, box, third))
-    world.now += 2.0
-    for alive in (old, third):
-        alive.report()
-    world.state_machine.workers.drop_silent(world.now, 0.0)
-    assert "new" not in world.state_machine.cluster.workers
-    assert old.heartbeat().stuck == 0
-    world.run_for(0.25, (old, box, third))
-    assert [third.of(slot).is_target for slot in (0, 1)] == [True, True]
-    assert new.heartbeat().register_again
-
-
 def test_slot_without_capacity_elsewhere_waits(world: FakeCluster) -> None:
     old, box = world.worker("old", 2), world.open()
     old.ready()
@@ -231,19 +215,6 @@ def test_drain_is_unknown_until_worker_is_back(tmp_path: Path) -> None:
         drain(world, "old", undo=True)
     old.register()
     assert not world.state_machine.workers.drain_worker(look).draining
-
-
-def test_an_unknown_worker_is_named(world: FakeCluster) -> None:
-    with pytest.raises(UnknownWorkerError, match="no worker 'w2' is registered"):
-        drain(world, "w2")
-
-
-def test_a_worker_that_has_left_is_not_lost(world: FakeCluster) -> None:
-    world.worker("stays"), world.worker("goes")
-    world.state_machine.workers.deregister_worker(pb.DeregisterWorkerRequest(worker="goes", session="goes-1"))
-    world.run_for(4.0)
-    told = [(event.kind, event.worker) for event in world.status().events if event.worker]
-    assert told[2:] == [("worker left", "goes"), ("worker lost", "stays")]
 
 
 def test_slot_stays_until_its_target_is_ready(world: FakeCluster) -> None:

@@ -57,13 +57,6 @@ def stage() -> Stage:
     return Stage(FakeCluster())
 
 
-def test_unprintable_name_is_refused(stage: Stage) -> None:
-    request = stage.request()
-    request.retired.append("a\nb")
-    with pytest.raises(InvalidArgumentError, match=r"must be printable text, got 'a\\nb'"):
-        stage.orders.repeated(request)
-
-
 def test_answer_to_an_earlier_try_does_not_count(stage: Stage) -> None:
     first = stage.proposed()
     stage.orders.fence(first)
@@ -83,41 +76,30 @@ def _failed(stage: Stage) -> None:
     stage.worker.heartbeat(report)
 
 
-def _superseded(stage: Stage) -> None:
-    stage.world.open(0, num_boxes=2, client_id="next", attempt_key="next")
-
-
-def _stepped(stage: Stage) -> None:
-    stage.boxes[0].deliver(4)
-
-
 def _left(stage: Stage) -> None:
     for box in stage.boxes:
         box.abandon_epoch()
 
 
-@pytest.mark.parametrize(
-    ("happens", "error"),
-    [
-        (_closed, StateUnavailableError),
-        (_failed, StateUnavailableError),
-        (_superseded, SupersededError),
-        (_stepped, InvalidArgumentError),
-        (_left, StateUnavailableError),
-    ],
-)
-def test_change_is_refused_at_its_last_moment(
-    stage: Stage, happens: Callable[[Stage], None], error: type[PenstockError]
-) -> None:
+@pytest.mark.parametrize("happens", [_closed, _failed, _left])
+def test_change_is_refused_at_its_last_moment(stage: Stage, happens: Callable[[Stage], None]) -> None:
     proposal = stage.proposed()
     stage.orders.fence(proposal)
     for box in stage.boxes:
         stage.answer(box, 3)
     assert stage.orders.undecided(proposal) == ""
     happens(stage)
-    with pytest.raises(error):
+    with pytest.raises(StateUnavailableError):
         stage.orders.undecided(proposal)
     stage.orders.withdraw(proposal)
+
+
+def test_change_ends_with_its_attempt(stage: Stage) -> None:
+    proposal = stage.proposed()
+    stage.orders.fence(proposal)
+    stage.world.open(0, num_boxes=2, client_id="next", attempt_key="next")
+    with pytest.raises(SupersededError):
+        stage.orders.undecided(proposal)
 
 
 def test_one_change_is_decided_at_a_time(stage: Stage) -> None:
@@ -194,18 +176,15 @@ def test_snapshots_of_older_runners_are_dropped(stage: Stage) -> None:
     ("change", "error"),
     [
         ({"run": "nothing"}, UnknownRunError),
-        ({"key": ""}, InvalidArgumentError),
         ({"key": "a\nb"}, InvalidArgumentError),
         ({"deadline_s": float("nan")}, InvalidArgumentError),
         ({"from_step": 1 << 63}, InvalidArgumentError),
-        ({"retired": ["x" * 300]}, InvalidArgumentError),
+        ({"retired": ["a\nb"]}, InvalidArgumentError),
         ({"retired": ["x"] * 300}, InvalidArgumentError),
     ],
 )
 def test_invalid_orders_are_refused(stage: Stage, change: dict[str, object], error: type[PenstockError]) -> None:
     request = stage.request()
     request.MergeFrom(pb.ChangeMixtureRequest(**change))  # type: ignore[arg-type]
-    if not change.get("key", "k"):
-        request.key = ""
     with pytest.raises(error):
         stage.orders.repeated(request)

@@ -58,11 +58,6 @@ def test_single_box_supersedes_its_predecessor(world: FakeCluster) -> None:
     assert error.message.startswith(expected.format(shown(client_of("new"))))
 
 
-def test_boxes_without_key_join_one_attempt(world: FakeCluster) -> None:
-    boxes = [world.open(box, num_boxes=3) for box in range(3)]
-    assert [box.reply.attempt for box in boxes] == [1, 1, 1]
-
-
 def test_held_box_without_key_names_its_holder(world: FakeCluster) -> None:
     world.open(1, num_boxes=2, client_id="first", host_id="node-7")
     world.now += 3
@@ -254,18 +249,6 @@ def test_unused_run_reopens_on_any_topology(tmp_path: Path) -> None:
     world.journal.close()
 
 
-def test_resumed_run_counts_as_used(world: FakeCluster) -> None:
-    world.open(client_id="a")
-    world.open(client_id="b", **resumed(world))
-    with pytest.raises(TopologyError):
-        world.open(client_id="c", num_workers_per_box=3)
-
-
-def test_closed_unused_run_reopens_on_any_topology(world: FakeCluster) -> None:
-    world.open(client_id="a").close()
-    assert world.open(client_id="b", num_workers_per_box=3).reply.attempt == 2
-
-
 def test_journaled_seed_changes_only_with_a_state(world: FakeCluster) -> None:
     assert world.open(client_id="a", has_seed=True, seed=2**64 - 1).reply.seed == 2**64 - 1
     assert world.open(client_id="b").reply.seed == 2**64 - 1
@@ -275,26 +258,3 @@ def test_journaled_seed_changes_only_with_a_state(world: FakeCluster) -> None:
         world.open(client_id="c", has_seed=True, seed=5)
     assert world.open(client_id="d", has_seed=True, seed=5, **resumed(world)).reply.seed == 5
     assert world.open(client_id="e").reply.seed == 5
-
-
-def test_calls_for_what_is_not_there(world: FakeCluster) -> None:
-    box = world.open(0, num_boxes=2)
-    request = box.progress()
-    request.run = "other/0"
-    with pytest.raises(UnknownRunError, match="the coordinator has no run 'other/0'"):
-        world.watch(request)
-    request = box.progress()
-    request.attempt = 9
-    with pytest.raises(UnknownRunError, match=r"has no attempt 9, the newest is 1"):
-        world.watch(request)
-    request = box.progress()
-    request.box = 1
-    with pytest.raises(UnknownRunError, match=r"box 1 of run job/0 .attempt 1. has not been opened"):
-        world.watch(request)
-    request = box.progress()
-    request.client_id = "else"
-    with pytest.raises(BoxTakenError, match=r"held by client [0-9a-f]{8} on"):
-        world.watch(request)
-    with pytest.raises(InvalidArgumentError, match="job and input_fn must not be empty"):
-        world.state_machine.attempts.open_run(pb.OpenRunRequest())
-    world.state_machine.attempts.close_run(pb.CloseRunRequest(run="never", attempt=3))

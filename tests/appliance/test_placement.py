@@ -106,15 +106,3 @@ def test_two_losses_count_against_a_worker() -> None:
     assert room.choose(slot("a", "a", "b", "b", "b"), "host-b", "m:f") is workers["a"]
     del workers["b"]
     assert room.choose(slot("a", "a", "a"), "host-a", "m:f") is workers["a"]  # better there than nowhere
-
-
-def test_changing_fleet_takes_bounded_memory() -> None:
-    workers = {f"w{number}": worker(f"w{number}", "host-a", 2, 0) for number in range(20)}
-    room = FreeCapacity(workers)
-    for _ in range(10_000):
-        for each in workers.values():
-            room.offer(each)
-    (heaps,) = room._heaps.values()
-    assert len(heaps[None]) <= 64 + 5 * 20
-    assert len(heaps["host-a"]) <= 64 + 5 * 20
-    assert room.choose(slot(), "host-a", "m:f") is workers["w0"]

@@ -34,20 +34,6 @@ def skips(worker: FakeWorker) -> list[tuple[int, int, int]]:
     return [(skip.epoch, skip.total, skip.count) for skip in worker.of(0).skips]
 
 
-def test_slot_fails_and_names_batch_and_step() -> None:
-    worker, box = opened(FakeCluster(), skip=False)
-    for _ in range(4):
-        dies(worker, 5)
-    view = box.watch().slots[0]
-    assert (view.phase, view.error.name) == (pb.FAILED, "WorkerLostError")
-    assert (
-        "batch 6 of box 0 slot 0 (step 11) of run job/0 is quarantined, because it killed its runner 4"
-        in view.error.message
-    )
-    assert 'poison="skip"' in view.error.message
-    assert view.error.remote_traceback == "in f"
-
-
 def test_skipped_batch_stays_skipped_and_counted() -> None:
     worker, box = opened(FakeCluster(), skip=True)
     for number in range(4):
@@ -121,23 +107,6 @@ def test_recycled_runner_costs_no_loss(outgrown: bool) -> None:
             assert "9 GiB" in view.error.message
             assert "--runner-memory" in view.error.message
             break
-
-
-def test_only_previous_runner_counts_as_outgrown() -> None:
-    worker, box = opened(FakeCluster(), skip=False)
-
-    def outgrown() -> None:
-        report = worker.slot_report(worker.of(0), pb.FAILED)
-        report.lost = report.recycle = report.outgrown = True
-        worker.heartbeat(report)
-
-    outgrown()
-    worker.ready()
-    worker.lose(worker.of(0))  # after hours, it may be, of one that held no more than it might
-    outgrown()
-    assert box.phases() == ["STARTING", "READY"]
-    outgrown()
-    assert box.phases() == ["FAILED", "READY"]
 
 
 def test_a_place_that_is_none_is_not_quarantined() -> None:

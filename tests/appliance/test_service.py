@@ -28,9 +28,7 @@ from served import (
     watching,
 )
 
-from penstock.appliance.core.state_query import BoxState
 from penstock.appliance.server.service import REPORT_S
-from penstock.appliance.server.state_stream import packed, parts
 from penstock.proto.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -39,15 +37,13 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.rpc.bounds.reply_parts import Histories, StateParts, blob_name
+from penstock.proto.rpc.bounds.reply_parts import Histories, blob_name
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import CHUNK, connect_aio
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
-
-# ---------------------------------------------------------------------------------------------------------- names
 
 
 @on_coordinator()
@@ -66,9 +62,6 @@ async def test_long_or_unprintable_names_are_refused(client: AsyncCoordinatorCli
     assert (await client.open_run(opening(job="Straße 7"))).run == "Straße 7/0"
 
 
-# ------------------------------------------------------------------------------------------------- read-only calls
-
-
 @on_coordinator()
 async def test_calls_that_only_read_take_any_protocol(address: str) -> None:
     token = metadata(TOKEN)[0]
@@ -81,8 +74,6 @@ async def test_calls_that_only_read_take_any_protocol(address: str) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="no token was sent"):
             await stub.Status(pb.StatusRequest())
 
-
-# ---------------------------------------------------------------------------------------------------------- long polls
 
 SELDOM = replace(LIMITS, worker_lease_s=900.0, client_lease_s=900.0)
 """A long poll without news ends within 300 s (at a moment that its name gives), and not within each second."""
@@ -131,9 +122,6 @@ async def test_history_has_the_present_position(client: AsyncCoordinatorClient) 
         await fetched
     (history,) = histories.all
     assert [position.step for position in history.known][-1] == 7
-
-
-# ----------------------------------------------------------------------------------------------- snapshots and blobs
 
 
 def header(total: int, **fields: Any) -> pb.SnapshotHeader:
@@ -192,31 +180,6 @@ async def test_stalled_transfer_frees_its_budget(client: AsyncCoordinatorClient,
             await call
         reply = await client.put_snapshot(header(1), b"x" * 2_500_000)
         assert reply.refused == ""
-
-
-@limited(transfers_max=1000000, part_s=1.0, least_bytes_per_s=1000000)
-@on_coordinator()
-async def test_slow_upload_is_ended_and_delays_none(client: AsyncCoordinatorClient, address: str) -> None:
-    """A blob of 70 MB at a byte in ten seconds kept every job from its start."""
-    await client.open_run(opening())
-    held, gone = asyncio.Event(), asyncio.Event()
-
-    async def trickle(pause_s: float) -> AsyncIterator[pb.BlobPart]:
-        yield pb.BlobPart(blob=blob_name(b"large"), size=5_000_000)
-        while not gone.is_set():
-            yield pb.BlobPart(data=b"x")
-            held.set()
-            await asyncio.sleep(pause_s)
-
-    async with daemon(address), connect_aio(address) as channel:
-        await until_ready(client)
-        slow = CoordinatorStub(channel).PutBlob(trickle(0.01), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-        await held.wait()
-        assert not (await client.put_snapshot(header(0), b"x" * 1_000)).refused
-        assert await client.put_blob(b"small", "job/0") == blob_name(b"small")
-        with pytest.raises(grpc.aio.AioRpcError):  # for what, gRPC may not say to one that is still sending
-            await slow
-        gone.set()
 
 
 def test_delivered_snapshots_leave_the_disk(tmp_path: Path) -> None:
@@ -297,9 +260,6 @@ async def test_blobs_are_kept_by_content(client: AsyncCoordinatorClient, address
     await client.open_run(opening(resume=records_pb2.Resume(blob=name), start=start))
 
 
-# -------------------------------------------------------------------------------------------------------------- states
-
-
 @on_coordinator()
 async def test_all_ranks_share_one_state_query(client: AsyncCoordinatorClient, address: str) -> None:
     def large(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
@@ -324,31 +284,6 @@ async def test_all_ranks_share_one_state_query(client: AsyncCoordinatorClient, a
         assert await client.fetch_state(pb.FetchStateRequest(run="job/0", newest=True, deadline_s=1)) == states[0]
 
 
-def test_small_parts_are_packed() -> None:
-    """Keep the order of parts, also with a large one between them."""
-    sizes = [0, 10, CHUNK, 3 * CHUNK + 1, 0, CHUNK // 2, CHUNK // 2 - 100, 10, CHUNK // 2 + 1, 10]
-    states = [
-        BoxState(
-            [(pb.WorkerRecord(box=box, state_bytes=size), bytes([box]) * size)],
-            records_pb2.BoxPosition(step=box),
-        )
-        for box, size in enumerate(sizes)
-    ]
-    apart, together = list(parts(states)), [pb.StatePart.FromString(message) for message in packed(states)]
-    assert len(together) < len(apart)
-    assert max(part.ByteSize() for part in together) < 2 * CHUNK
-    gathers = []
-    for said in (apart, together):
-        state = StateParts()
-        for part in said:
-            state.add(part)
-        gathers.append((state.records(), state.positions))
-    assert gathers[0] == gathers[1]
-    assert [len(data) for _, data in gathers[1][0]] == sizes
-    assert not any(part.parts for part in apart)
-    assert [part for one in together for part in (one.parts or [one])] == apart
-
-
 @on_coordinator()
 async def test_a_deadline_names_who_is_waited_for(client: AsyncCoordinatorClient, address: str) -> None:
     def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
@@ -366,6 +301,3 @@ async def test_a_deadline_names_who_is_waited_for(client: AsyncCoordinatorClient
             "the state of run job/0 at step 2 was not complete after 0.3 s; waited for box 0 slot 1 (waiting for a "
             "worker), box 1 (has not opened the run), box 0 slot 0 on worker w"
         )
-
-
-# ----------------------------------------------------------------------------------------------------------- restarts

@@ -9,7 +9,6 @@ from penstock.appliance.core.workers import HUNG_UP_S
 from penstock.appliance.journal.snapshot_index import DropAttempt, DropSnapshot, DurableSnapshot, SlotKey
 from penstock.appliance.limits import Limits
 from penstock.proto.errors import InvalidArgumentError, SupersededError
-from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -22,9 +21,6 @@ def world() -> FakeCluster:
 
 def generations(worker: FakeWorker) -> dict[int, int]:
     return {assignment.slot: assignment.generation for assignment in worker.heartbeat().assignments}
-
-
-# ---------------------------------------------------------------------------------------------------------- placement
 
 
 def test_slots_prefer_own_host_then_least_loaded(world: FakeCluster) -> None:
@@ -52,41 +48,6 @@ def test_waiting_slots_are_counted_as_missing(world: FakeCluster) -> None:
     assert len(worker.heartbeat().assignments) == 2
 
 
-def test_assignment_has_all_a_worker_needs(world: FakeCluster) -> None:
-    world.snapshot_index.add_blob("blob", 5, world.now)
-    start = Position.start(2, step=10).to_proto()
-    resume = records_pb2.Resume(blob="blob", same_topology=True)
-    world.open(has_seed=True, seed=11, resume=resume, start=start, num_boxes=1)
-    worker = world.worker("w")
-    found = worker.of(1)
-    assert (found.run, found.attempt, found.box, found.slot, found.generation) == ("job/0", 1, 0, 1, 1)
-    assert (found.num_boxes, found.num_workers_per_box, found.seed) == (1, 2, 11)
-    assert (found.resume, found.start, found.loader.input_fn) == (resume, start, "m:f")
-    assert not found.recovery
-    assert len(found.lane_key) == 32
-    assert found.lane_key != worker.of(0).lane_key
-
-
-def test_a_ready_slot_shows_where_its_lane_is(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    starting = box.watch().slots[0]
-    assert (starting.worker, starting.ticket, starting.local_address) == ("w", "", "")
-    worker.ready()
-    view = box.watch().slots[0]
-    assert (view.local_address, view.tcp_address, view.host_id) == ("@w", "w:1", "host-a")
-    check_ticket(view.ticket, worker.of(0).lane_key, 0.0, "the slot")
-
-
-def test_what_a_start_waits_for_is_told(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    report = worker.slot_report(worker.of(0), pb.STARTING)
-    report.start_stage = pb.FORK_SERVER
-    worker.heartbeat(report)
-    assert box.watch().slots[0].start_stage == pb.FORK_SERVER
-    worker.lose(worker.of(0))
-    assert box.watch().slots[0].start_stage == pb.START_STAGE_UNSPECIFIED
-
-
 def test_place_in_the_queue_of_starts_is_told(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     report = worker.slot_report(worker.of(0), pb.STARTING)
@@ -106,9 +67,6 @@ def test_place_in_the_queue_of_starts_is_told(world: FakeCluster) -> None:
     assert box.watch().slots[0].start_queue_position == 2
     worker.lose(worker.of(0))
     assert box.watch().slots[0].start_queue_position == 0
-
-
-# ------------------------------------------------------------------------------------------------------------- losses
 
 
 def test_a_slot_that_never_ran_just_starts_again(world: FakeCluster) -> None:
@@ -188,50 +146,6 @@ def test_stack_is_that_of_the_last_loss(world: FakeCluster) -> None:
     assert (box.watch().slots[0].restarts, box.watch().slots[0].stack) == (2, "")
 
 
-def test_stack_of_a_stall_outlives_the_worker(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    report = worker.slot_report(worker.of(0), pb.READY)
-    report.doing, report.stack = "next() for 40 s", "in g"
-    worker.heartbeat(report)
-    world.run_for(4, [box])
-    view = box.watch().slots[0]
-    assert (view.doing, view.stack) == ("", "in g")
-
-
-def test_repeated_report_of_a_stall_wakes_no_box(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    report = worker.slot_report(worker.of(0), pb.READY)
-    report.doing = "x" * 1000
-    worker.heartbeat(report)
-    version = box.watch().version
-    worker.heartbeat(report)
-    assert box.watch().version == version
-
-
-def test_stall_ends_with_the_box(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    report = worker.slot_report(worker.of(0), pb.READY)
-    report.doing, report.stack = "next() for 40 s", "in g"
-    worker.heartbeat(report)
-    world.run_for(11, [worker])  # the training process is silent, and no runner is left
-    view = box.watch().slots[0]
-    assert (view.restarts, view.doing, view.stack) == (1, "", "")
-
-
-def test_failure_without_reason_has_a_message(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.heartbeat(worker.slot_report(worker.of(0), pb.FAILED))
-    assert box.watch().slots[0].error.message == (
-        "the slot's runner failed, and the worker reported no reason: see the worker's log"
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------- leases
-
-
 def test_ended_connection_shortens_the_lease(world: FakeCluster) -> None:
     gone, back, other = world.worker("gone"), world.worker("back"), world.worker("other")
     for worker in (gone, back):
@@ -250,17 +164,6 @@ def test_abandoned_attempt_is_closed() -> None:
     assert "no box of attempt 1 of run job/0 has reported for 60 s" in box.refused().message
 
 
-def test_a_worker_needs_a_name_and_room(world: FakeCluster) -> None:
-    with pytest.raises(InvalidArgumentError, match="slots, got worker='w' and slots=0"):
-        world.state_machine.workers.register_worker(pb.RegisterWorkerRequest(worker="w", session="s"))
-
-
-# ----------------------------------------------------------------------------------------- generations over attempts
-
-
-# ---------------------------------------------------------------------------------------------------------- snapshots
-
-
 def put(world: FakeCluster, total: int, *, generation: int = 1, size: int = 10, epoch: int = 0) -> None:
     header = pb.SnapshotHeader(run="job/0", attempt=1, box=0, slot=0, generation=generation)
     header.total, header.size, header.epoch = total, size, epoch
@@ -272,20 +175,6 @@ KEY = SlotKey("job/0", 1, 0, 0)
 
 def totals(world: FakeCluster) -> list[int]:
     return [kept.total for kept in world.snapshot_index.snapshots(KEY)]
-
-
-def test_coarse_reports_keep_more_never_less(world: FakeCluster) -> None:
-    box = world.open(retention=10, num_workers_per_box=1)
-    world.worker("w").ready()
-    for total in range(0, 41, 5):
-        put(world, total)
-    box.deliver(18)
-    box.deliver(12)  # at 30, and nothing is known between 18 and 30
-    assert totals(world) == [15, 20, 25, 30, 35, 40]
-    box.deliver(9)
-    assert totals(world)[0] == 15  # 29 was never reported, 18 is the newest below
-    box.deliver(1)
-    assert totals(world) == [25, 30, 35, 40]
 
 
 def test_snapshot_after_its_attempt_is_removed(world: FakeCluster) -> None:
@@ -306,13 +195,10 @@ def test_budget_refuses_and_keeps_the_rest() -> None:
     world.open()
     world.worker("w").ready()
     snapshot_index = world.snapshot_index
-    refused = snapshot_index.why_refused(KEY, 901)
-    assert refused.startswith("a snapshot must have at most 900 bytes, got 901: return less")
+    assert "at most 900 bytes, got 901" in snapshot_index.why_refused(KEY, 901)
     assert snapshot_index.why_refused(KEY, 800) == ""  # the first of a slot may use it all
     put(world, 0, size=450)
-    expected = "a snapshot of 51 bytes does not fit into the budget: 450 of 500 bytes"
-    assert snapshot_index.why_refused(KEY, 51).startswith(expected)
-    assert "--budget" in snapshot_index.why_refused(KEY, 51)
+    assert "does not fit into the budget: 450 of 500 bytes" in snapshot_index.why_refused(KEY, 51)
     assert snapshot_index.why_refused(KEY, 50) == ""
     with snapshot_index.expecting(50):
         assert "in use" in snapshot_index.why_refused(KEY, 1)
@@ -320,11 +206,7 @@ def test_budget_refuses_and_keeps_the_rest() -> None:
     put(world, 0, size=400)  # the same position again replaces
     assert (totals(world), snapshot_index.used) == ([0], 400)
     assert snapshot_index.why_blob_refused(600) == ""
-    refused = snapshot_index.why_blob_refused(601)
-    assert refused.startswith(
-        "its 601 bytes do not fit into the budget: 400 of 1000 bytes of the coordinator's budget are in use"
-    )
-    assert "PENSTOCK_COORDINATOR_BUDGET" in refused
+    assert "do not fit into the budget: 400 of 1000 bytes" in snapshot_index.why_blob_refused(601)
 
 
 @limited(blob_idle_s=30)
@@ -334,11 +216,8 @@ def test_blobs_stay_while_an_attempt_names_them() -> None:
         world.snapshot_index.add_blob(name, 5, world.now)
     box = world.open(resume=records_pb2.Resume(blob="named"))
     world.run_for(40, [box])
-    assert (
-        world.snapshot_index.has_blob("named"),
-        world.snapshot_index.has_blob("idle"),
-        world.snapshot_index.used,
-    ) == (True, False, 5)
+    assert [world.snapshot_index.has_blob(name) for name in ("named", "idle")] == [True, False]
+    assert world.snapshot_index.used == 5
     box.close()
     world.run_for(40)
     assert not world.snapshot_index.has_blob("named")
@@ -379,9 +258,6 @@ def test_snapshots_past_abandoned_step_are_unused(world: FakeCluster) -> None:
         KEY, 9
     )  # the loop left pass 0 after batch 5: from batch 8 of that epoch nobody comes to batch 9
     assert snapshot_index.snapshots(KEY) == [DurableSnapshot(5, 1, 1), DurableSnapshot(12, 1, 1)]
-
-
-# ------------------------------------------------------------------------------------------------------------- status
 
 
 def test_status_names_straggler_hides_tickets(world: FakeCluster) -> None:

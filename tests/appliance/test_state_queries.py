@@ -6,13 +6,10 @@ import pytest
 from fake_cluster import FakeBox, FakeCluster, FakeWorker, limited
 from queries import ask, respond, values
 
-from penstock.appliance.core.entities import Attempt
 from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.journal.snapshot_index import SlotKey, SnapshotIndex
 from penstock.proto.errors import OverloadedError
-from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import records_pb2
 
 
 def fleet(boxes: int) -> tuple[FakeCluster, list[FakeBox], FakeWorker]:
@@ -54,41 +51,6 @@ def test_slots_are_asked_in_batches_of_boxes() -> None:
         respond(worker)
     assert values(query) == [f"{box}.{slot}:0.2" for box in range(5) for slot in range(2)]
     assert asked(worker) == set()
-
-
-@limited(asked_at_once=1)
-def test_box_above_the_limit_is_asked_whole() -> None:
-    _, boxes, worker = fleet(2)
-    query = ask(boxes[0], 4)
-    assert len(worker.heartbeat().state_requests) == 2
-    respond(worker)
-    respond(worker)
-    assert query.done
-
-
-def test_a_box_is_announced_when_it_is_complete() -> None:
-    world, boxes, worker = fleet(2)
-    query = ask(boxes[0], 4)
-    world.topics.clear()
-    respond(worker, box=1)
-    assert query.topic(1) in world.topics
-    assert query.topic(0) not in world.topics
-    assert [record.local_worker_id for record, _ in query.boxes[1].records] == [0, 1]
-
-
-def test_unopened_box_delays_no_other() -> None:
-    world = FakeCluster()
-    box = world.open(0, num_boxes=2, num_workers_per_box=1)
-    worker = world.worker("w")
-    worker.ready()
-    box.deliver(2)
-    query = ask(box, 2)
-    respond(worker)
-    assert (list(query.boxes), query.done) == ([0], False)
-    world.open(1, num_boxes=2, num_workers_per_box=1)
-    worker.ready()
-    respond(worker)
-    assert query.done
 
 
 @limited(answers_max=20, asked_at_once=2)
@@ -163,24 +125,6 @@ def test_unneeded_answer_does_not_wait() -> None:
     assert admitted(world, answer) is None
 
 
-@pytest.mark.parametrize("boxes", [30, 300])
-@limited(asked_at_once=1 << 20)
-def test_cost_of_an_answer_is_constant(boxes: int) -> None:
-    """Counted, not timed: an answer plans its own box and no other."""
-    _, opened, worker = fleet(boxes)
-    query = ask(opened[0], 4)
-    planned: list[int] = []
-    plan = query._refresh
-
-    def counted(attempt: Attempt, number: int) -> None:
-        planned.append(number)
-        plan(attempt, number)
-
-    query._refresh = counted  # type: ignore[method-assign]
-    respond(worker, box=7)
-    assert planned == [7, 7]
-
-
 def test_repeated_request_has_a_new_id() -> None:
     """A worker answers each request once, and may not have seen that it was closed meanwhile."""
     world, boxes, worker = fleet(1)
@@ -223,19 +167,3 @@ def test_blobs_leave_room_for_snapshots() -> None:
     assert "880 of 900 bytes of the coordinator's budget for such values" in snapshot_index.why_blob_refused(21)
     assert not snapshot_index.why_blob_refused(20)
     assert not snapshot_index.why_refused(SlotKey("job/0", 1, 0, 0), 120)
-
-
-def test_slots_of_one_box_share_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share the position: it has an entry per worker of the box, so one per slot made a heartbeat quadratic."""
-    world = FakeCluster()
-    world.open(num_workers_per_box=50)
-    worker, made = world.worker("w", 50), list[int]()
-    whole = Position.to_proto
-
-    def to_proto(position: Position) -> records_pb2.BoxPosition:
-        made.append(1)
-        return whole(position)
-
-    monkeypatch.setattr(Position, "to_proto", to_proto)
-    assert [len(a.start.slots) for a in worker.heartbeat().assignments] == [50] * 50
-    assert len(made) == 1

@@ -6,14 +6,11 @@ import pytest
 from fake_cluster import FakeBox, FakeCluster, FakeWorker, limited
 from queries import ask, failure, respond, result, values
 
-from penstock.appliance.core.state_query import StateQuery
 from penstock.proto.errors import (
     InputFnError,
-    InvalidArgumentError,
     ProtocolError,
     StateUnavailableError,
     SupersededError,
-    UnknownRunError,
 )
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -70,20 +67,6 @@ def test_requests_end_with_the_last_caller(world: FakeCluster) -> None:
     reply = worker.heartbeat()
     assert (list(reply.state_requests), reply.version > version) == ([], True)
     assert not ask(box, 4).done
-
-
-def test_who_is_waited_for_is_named(world: FakeCluster) -> None:
-    box = world.open(0, num_boxes=2)
-    world.worker("w", 1).ready()
-    box.deliver(2)
-    query = ask(box, 2)
-    expected = "box 0 slot 1 (waiting for a worker), box 1 (has not opened the run), box 0 slot 0 on worker w"
-    assert query.waits_for() == expected
-    other = world.open(1, num_boxes=2)
-    assert "box 1 slot 0 (waiting for a worker)" in query.waits_for()
-    other.close()
-    assert isinstance(failure(query), StateUnavailableError)
-    assert "box 1 has closed" in failure(query).message
 
 
 def test_lost_box_is_waited_for(world: FakeCluster) -> None:
@@ -146,25 +129,6 @@ def test_ended_box_answers_with_final_state(world: FakeCluster) -> None:
     boxes[1].epoch_ended = False
     boxes[1].deliver(3)
     assert not ask(boxes[1], 9).done
-
-
-def test_final_state_of_a_box_that_has_gone_on_is_shared_with_nobody(world: FakeCluster) -> None:
-    """A box between two loops, for the first caller; when it saves at the same step itself, that query is under way."""
-    boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
-    worker = world.worker("w")
-    worker.ready()
-    boxes[0].deliver(9)
-    boxes[1].deliver(6)
-    boxes[1].epoch_ended = True
-    boxes[1].watch()
-    first = ask(boxes[0], 9)
-    respond(worker, box=1)
-    assert not first.done
-    boxes[1].epoch_ended = False
-    boxes[1].deliver(3)
-    second = ask(boxes[1], 9)
-    respond(worker)
-    assert values(second) == ["0.0:0.9", "1.0:0.9"]
 
 
 def test_steps_outside_the_window_are_refused(world: FakeCluster) -> None:
@@ -261,15 +225,6 @@ def test_a_superseded_attempt_s_askers_are_told(world: FakeCluster) -> None:
     assert isinstance(failure(query), SupersededError)
 
 
-def test_queries_that_cannot_be_meant(world: FakeCluster) -> None:
-    box = world.open()
-    with pytest.raises(UnknownRunError, match="the coordinator has no run 'x/0'"):
-        world.state_machine.begin_state(pb.FetchStateRequest(run="x/0"))
-    request = pb.FetchStateRequest(run="job/0", attempt=2, progress=box.progress())
-    with pytest.raises(InvalidArgumentError, match="must be of this attempt, got job/0"):
-        world.state_machine.begin_state(request)
-
-
 @limited(answers_max=20)
 def test_results_are_kept_within_their_budget() -> None:
     world = FakeCluster()
@@ -310,51 +265,29 @@ def fly(box: FakeBox, steps: int) -> None:
     box.watch()
 
 
-def answer_with_digests(worker: FakeWorker, requests: list[pb.StateRequest]) -> None:
-    for request in requests:
-        answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)
-        answer.digests_after = request.digests_after
-        totals = range(request.digests_after + 1, request.position.total + 1)
-        answer.digests.extend(digest_of(request.box, request.slot, total) for total in totals)
-        worker.world.state_machine.answer_state(answer, b"")
-
-
-def asked_ahead(world: FakeCluster) -> tuple[list[FakeBox], FakeWorker, StateQuery]:
-    """Box 0 is at step 8 and asks for it, box 1 at step 3."""
-    boxes = [world.open(number, num_boxes=2) for number in range(2)]
-    worker = world.worker("w")
-    worker.ready()
-    fly(boxes[0], 8)
-    fly(boxes[1], 3)
-    return boxes, worker, ask(boxes[0], 8)
-
-
-@pytest.mark.parametrize("history", [64, 10])
-@pytest.mark.parametrize("meanwhile", [0, 2, 5, 9])
+@pytest.mark.parametrize(("meanwhile", "history"), [(0, 64), (5, 10), (9, 64)])
 def test_state_has_every_boxs_stream_digest(meanwhile: int, history: int) -> None:
     """Box 1 has not come to the step when it is asked for, and goes on while the workers answer; its report from before
     may be among the positions that the cluster state keeps, or not."""
     with limited(history_entries=history):
-        boxes, worker, query = asked_ahead(FakeCluster())
+        world = FakeCluster()
+        boxes = [world.open(number, num_boxes=2) for number in range(2)]
+        worker = world.worker("w")
+        worker.ready()
+        fly(boxes[0], 8)
+        fly(boxes[1], 3)
+        query = ask(boxes[0], 8)
         requests = list(worker.heartbeat().state_requests)
         fly(boxes[1], meanwhile)
-        answer_with_digests(worker, requests)
-        truth = [Position.start(2), Position.start(2)]
-        for number, position in enumerate(truth):
-            for _ in range(8):
-                position.deliver(digest_of(number, position.turn, position.total[position.turn] + 1))
+        for request in requests:
+            answer = pb.StateAnswer(request=request.request, worker="w", digests_after=request.digests_after)
+            totals = range(request.digests_after + 1, request.position.total + 1)
+            answer.digests.extend(digest_of(request.box, request.slot, total) for total in totals)
+            world.state_machine.answer_state(answer, b"")
         found = result(query)
         assert found is not None
-        assert [found.positions[number].chain for number in range(2)] == [at.chain for at in truth]
-
-
-def test_a_flight_record_with_a_gap_is_unknown(world: FakeCluster) -> None:
-    _, worker, query = asked_ahead(world)
-    for request in worker.heartbeat().state_requests:
-        answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)
-        answer.digests_after = request.digests_after
-        worker.world.state_machine.answer_state(answer, b"")
-    found = result(query)
-    assert found is not None
-    assert found.positions[0].HasField("chain")
-    assert not found.positions[1].HasField("chain")
+        for number in range(2):
+            truth = Position.start(2)
+            for _ in range(8):
+                truth.deliver(digest_of(number, truth.turn, truth.total[truth.turn] + 1))
+            assert found.positions[number].chain == truth.chain

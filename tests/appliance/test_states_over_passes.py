@@ -23,7 +23,7 @@ def world() -> FakeCluster:
 
 @pytest.mark.parametrize("tells_all", [False, True])
 @pytest.mark.parametrize("reports", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_record_equals_the_loops_for_all_ends(seed: int, reports: bool, tells_all: bool) -> None:
     """Against the round robin itself, with random passes, breaks, reports and orders of answers.
 
@@ -81,25 +81,6 @@ def test_record_equals_the_loops_for_all_ends(seed: int, reports: bool, tells_al
         world.state_machine.state_queries.end(query)
 
 
-def test_loop_past_its_end_is_asked_for_old_epoch(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    box.deliver(1)
-    assert box.position is not None
-    box.position.deliver()
-    box.position.deliver()
-    box.position.exhaust()  # slot 1, after one batch
-    box.position.deliver()
-    assert box.position.exhaust()  # the next epoch has begun, and no batch of it was taken
-    query = ask(box, 4)
-    respond(worker)
-    assert values(query) == ["0.0:0.3", "0.1:0.1"]
-    box.deliver(1)
-    query = ask(box, 5)
-    respond(worker)
-    assert values(query) == ["0.0:1.4", "0.1:1.1"]
-
-
 def where_one_left(world: FakeCluster) -> tuple[FakeBox, FakeBox, FakeWorker]:
     """Open two boxes: one has abandoned its epoch after step 5, and taken another batch; the other is at step 4."""
     first, second = (world.open(number, num_boxes=2) for number in range(2))
@@ -112,8 +93,7 @@ def where_one_left(world: FakeCluster) -> tuple[FakeBox, FakeBox, FakeWorker]:
     return first, second, worker
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize(("leaves", "restarted"), [(True, False), (False, True)])
 def test_box_that_may_abandon_too_is_waited_for(tmp_path: Path, leaves: bool, restarted: bool) -> None:
     """Ignore what the box's workers produced ahead of the break."""
     directory = StateDir(tmp_path)
@@ -223,19 +203,6 @@ def restartable(tmp_path: Path) -> Iterator[FakeCluster]:
     directory.close()
 
 
-def test_restart_uses_the_callers_position(restartable: FakeCluster) -> None:
-    box, worker = restartable.open(), restartable.worker("w")
-    worker.ready()
-    box.deliver(7)
-    restartable.restart(worker)
-    assert box.position is not None
-    box.position.exhaust()  # slot 1 has ended after 3, noticed by the loop; nobody else will ever tell
-    box.position.deliver()
-    query = ask(box, 8)
-    respond(worker)
-    assert values(query) == ["0.0:0.5", "0.1:0.3"]
-
-
 def test_restart_waits_for_every_boxs_report(restartable: FakeCluster) -> None:
     """Wait for the reports: abandoned epochs may be newer than the journal, and a new runner has none of them."""
     asking, other = (restartable.open(number, num_boxes=2) for number in (0, 1))
@@ -258,8 +225,7 @@ def test_restart_waits_for_every_boxs_report(restartable: FakeCluster) -> None:
     assert "box 0 has closed" in failure(ask(other, 3)).message
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_restart_does_not_ask_behind_the_window(restartable: FakeCluster, ended: bool) -> None:
+def test_restart_does_not_ask_behind_the_window(restartable: FakeCluster) -> None:
     """The base is known again, to count from, but what was kept of the steps since was dropped long ago."""
     boxes = [restartable.open(number, num_boxes=2, retention=4) for number in range(2)]
     worker = restartable.worker("w")
@@ -271,7 +237,6 @@ def test_restart_does_not_ask_behind_the_window(restartable: FakeCluster, ended:
     query = ask(boxes[0], 3)  # where box 1 stands is not known yet
     respond(worker)
     assert not query.done
-    boxes[1].epoch_ended = ended
     boxes[1].watch()
     assert not [request for request in worker.heartbeat().state_requests if request.box == 1]
     assert isinstance(failure(query), StateUnavailableError)
@@ -290,8 +255,7 @@ def test_restart_asks_from_the_epoch_start(restartable: FakeCluster) -> None:
     assert values(query) == ["0.0:0.8", "0.1:0.8"]
 
 
-@pytest.mark.parametrize("kept", [3, 256])
-def test_restart_learns_the_epochs_between_reports(restartable: FakeCluster, kept: int) -> None:
+def test_restart_learns_the_epochs_between_reports(restartable: FakeCluster) -> None:
     """Plan from the starts of the epochs: no slot is asked where it ended, because a new runner does not know it."""
     box, worker = restartable.open(), restartable.worker("w")
     worker.ready()
@@ -305,7 +269,7 @@ def test_restart_learns_the_epochs_between_reports(restartable: FakeCluster, kep
         records.append(loop.copy())
     box.deliver(1)
     restartable.restart(worker)
-    del box.epoch_starts[:-kept]
+    del box.epoch_starts[:-3]
     box.position, box.omits_epoch_starts = records[-1], True
     assert box.watch().wants_epoch_starts
     query = ask(box, 50)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from coroutines import in_loop
@@ -16,7 +13,6 @@ from fake_cluster import limited
 from penstock.appliance.journal.journal import GroupCommit, Journal, Rows, StateDir
 from penstock.appliance.journal.snapshot_index import Drop, DropAttempt
 from penstock.appliance.journal.snapshot_store import (
-    COMMIT_BYTES,
     PIECE,
     InflowBudget,
     MemoryBudget,
@@ -37,10 +33,6 @@ def state(tmp_path: Path) -> Iterator[StateDir]:
     directory.close()
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, DEADLINE_S))
-
-
 def header(total: int, attempt: int = 1) -> pb.SnapshotHeader:
     return pb.SnapshotHeader(run="job/0", attempt=attempt, total=total)
 
@@ -48,9 +40,6 @@ def header(total: int, attempt: int = 1) -> pb.SnapshotHeader:
 async def turn() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
-
-
-# ---- inflow
 
 
 @in_loop
@@ -96,25 +85,6 @@ async def test_small_values_pass_large_ones() -> None:
 
 
 @in_loop
-async def test_one_that_gives_up_takes_no_room() -> None:
-    inflow = MemoryBudget(100)
-    async with inflow.taken(100):
-
-        async def one() -> None:
-            async with inflow.taken(50):
-                raise AssertionError("it was let in")
-
-        waiting = asyncio.create_task(one())
-        await turn()
-        waiting.cancel()
-        with suppress(asyncio.CancelledError):
-            await waiting
-    async with inflow.taken(100):
-        pass
-    assert inflow._used == 0
-
-
-@in_loop
 async def test_cancelled_turn_gives_nothing_back() -> None:
     inflow, go = MemoryBudget(100), asyncio.Event()
 
@@ -130,9 +100,6 @@ async def test_cancelled_turn_gives_nothing_back() -> None:
     second.cancel()
     await asyncio.gather(first, second, return_exceptions=True)
     assert inflow._used == 0
-
-
-# ---- pace
 
 
 @limited(part_s=0.2, least_bytes_per_s=1_000_000)
@@ -151,53 +118,6 @@ async def test_sender_keeps_waiting_at_its_rate() -> None:
     with pytest.raises(DeadlineError, match=r"or none for 0\.2 s"):
         async for _ in MinimumRate("blob", bytes_in(100.0, 1)):
             pass
-
-
-@limited(part_s=1.2, least_bytes_per_s=1_000_000)
-@in_loop
-async def test_slow_sender_is_told_all_its_seconds() -> None:
-    """The last wait, in which nothing came, counts too."""
-
-    async def one_part() -> AsyncIterator[pb.BlobPart]:
-        await asyncio.sleep(0.1)
-        yield pb.BlobPart(data=b"x")
-        await asyncio.sleep(100.0)
-
-    with pytest.raises(DeadlineError, match=r"1 bytes came in 1 s, of at least 1000000 a second"):
-        async for _ in MinimumRate("blob", one_part()):
-            pass
-
-
-# ---- snapshots
-
-
-class Gated:
-    """A store whose thread stands still until it may go on, and that counts commits."""
-
-    def __init__(self, store: Store) -> None:
-        self.store, self.go, self.commits = store, threading.Event(), list[int]()
-        self.drop = store.drop
-
-    def put_snapshots(self, snapshots: list[tuple[pb.SnapshotHeader, bytes]]) -> None:
-        assert self.go.wait(DEADLINE_S)
-        self.commits.append(len(snapshots))
-        self.store.put_snapshots(snapshots)
-
-
-@in_loop
-async def test_waiting_snapshots_share_a_commit(state: StateDir) -> None:
-    gated = Gated(Store(state))
-    writer = SnapshotWriter(gated)  # type: ignore[arg-type]
-    data = bytes(COMMIT_BYTES // 8)
-    puts = [asyncio.create_task(writer.put_snapshot(header(total), data)) for total in range(20)]
-    await turn()
-    gated.go.set()
-    await asyncio.gather(*puts)
-    assert gated.commits == [8, 8, 4]
-    kept, _ = gated.store.index()
-    assert sorted(one.total for _, one in kept) == list(range(20))
-    writer.close()
-    gated.store.close()
 
 
 @in_loop
@@ -227,25 +147,6 @@ def test_an_attempt_is_dropped_in_pieces(state: StateDir) -> None:
         sizes.append(len(store.index()[0]))
     assert sizes == [PIECE + 11, 11, 1]
     store.close()
-
-
-@in_loop
-async def test_writes_during_a_drop_do_not_wait(state: StateDir) -> None:
-    store = Store(state)
-    store.put_snapshots([(header(total), b"x") for total in range(10 * PIECE)])
-    writer = SnapshotWriter(store)
-    writer.drop([DropAttempt("job/0", 1)], lambda *_: None)
-    await turn()
-    await writer.put_snapshot(header(1, attempt=2), b"y")
-    assert writer.is_dropping
-    while writer.is_dropping:
-        await asyncio.sleep(0.001)
-    assert len(store.index()[0]) == 1
-    writer.close()
-    store.close()
-
-
-# ---- the journal
 
 
 def attempt(number: int) -> dict[str, object]:

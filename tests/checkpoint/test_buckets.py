@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from penstock.client.checkpoint.saving.planning import Item, assign
 
-NAMES = ["model.a", "model.optimizer_gate", "optimizer.b", "c"]
 ITEMS = st.lists(
     st.builds(
         Item,
@@ -45,11 +44,6 @@ def test_no_file_is_longer_than_it_need_be(items: list[Item], buckets: int) -> N
     loads = [sum(items[place].nbytes or 0 for place in bucket.items) for bucket in assign(items, "p", buckets)]
     largest = max(tensors, default=0)
     assert max(loads, default=0) <= sum(tensors) / buckets + (1 - 1 / buckets) * largest + 1e-6
-
-
-def test_objects_in_turn() -> None:
-    found = assign([Item(str(number), None) for number in range(5)], "__0_", 2)
-    assert [bucket.items for bucket in found] == [(0, 2, 4), (1, 3)]
 
 
 def test_a_hint_that_is_no_file_name() -> None:

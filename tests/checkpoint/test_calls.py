@@ -20,7 +20,6 @@ from torch import nn
 from waiting import until
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.saving.save_lock import CallLock
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import checkpoints
 
@@ -194,50 +193,6 @@ def test_a_save_within_a_call_is_an_error_by_name(tmp_path: Path) -> None:
             checkpointer.restore({"it": Loads()})
 
 
-def test_a_second_signal_gets_through() -> None:
-    calls, seen = CallLock(), []
-    with handled(lambda number, frame: seen.append(number)):
-        with calls.one("save"):
-            os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(0.01)
-            assert not seen
-            os.kill(os.getpid(), signal.SIGUSR1)
-            until(lambda: len(seen) == 1)
-        assert len(seen) == 2
-        with calls.one("restore", hold=False):
-            os.kill(os.getpid(), signal.SIGUSR1)
-            until(lambda: len(seen) == 3)
-
-
-# ---- interrupted where it hurts
-
-
-def test_an_interrupt_during_a_writer_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next save and the end wait for nothing."""
-    began = time.monotonic()
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        pid = checkpointer._writer.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: checkpointer._writer.pid is None)
-
-        def interrupted(*arguments: Any, **options: Any) -> Any:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr("penstock.runtime.process.spawn.subprocess.Popen", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                checkpointer.save(1, state_of(1.0))
-        with pytest.raises(
-            CheckpointError, match="interrupted by KeyboardInterrupt before its writer process had the request"
-        ):
-            checkpointer.save(2, state_of(2.0))
-        checkpointer.save(3, state_of(3.0))
-        checkpointer.wait()
-        assert mark_of(checkpointer, 3) == 3.0
-    assert time.monotonic() - began < 100
-
-
 def test_an_interrupted_close_finishes_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = AsyncCheckpointer(tmp_path)
     pid = checkpointer._writer.pid
@@ -251,9 +206,6 @@ def test_an_interrupted_close_finishes_saves(tmp_path: Path, monkeypatch: pytest
     os.kill(pid, signal.SIGCONT)
     until(lambda: not Path(f"/proc/{pid}").exists())
     assert [one.step for one in checkpoints(tmp_path)] == [1]
-
-
-# ---- on_signal
 
 
 def test_second_signal_acts(tmp_path: Path) -> None:

