@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from all_workers import AllWorkers, Shape
@@ -18,9 +17,8 @@ from hypothesis import strategies as st
 
 from penstock.data import Balance, MapLoader, StreamingDataset, StreamingLoader
 from penstock.data.ordering import balance as balance_module
-from penstock.data.ordering.balance import assign_to_boxes, assign_to_steps
+from penstock.data.ordering.balance import assign_to_boxes
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
-from penstock.worker.batch.building import collate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the epoch's last batch has fewer samples than there are boxes")
 
@@ -46,12 +44,7 @@ def steps_of(over_steps: int | None, count: int, **changed: Any) -> list[list[in
     return [sorted(rows) for rows in AllWorkers(lambda: loader(over_steps, **changed), (1, 1)).take(count)]
 
 
-def costs_of(rows: Any) -> npt.NDArray[np.float64]:
-    found: npt.NDArray[np.float64] = COSTS[np.asarray(rows, np.int64)]
-    return found
-
-
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.sampled_from([1, 2, 5]),
     st.sampled_from(["emit", "pad", "drop", "carry"]),
@@ -108,16 +101,6 @@ def test_boxes_of_a_step_cost_the_same() -> None:
     assert max(unlike) < 1.3 * min(unlike)
 
 
-def test_rows_that_outweigh_a_box_share_a_step() -> None:
-    """Without the clip a row may cost more than a box's share of its step; with several steps its peers join it."""
-    costs = np.random.default_rng(0).lognormal(0, 1, 4096) ** 2
-    ratios = []
-    for step in assign_to_steps(costs, 8):
-        sums = [costs[step][rows].sum() for rows in assign_to_boxes(costs[step], 8, 0)]
-        ratios.append(max(sums) / np.mean(sums))
-    assert np.mean(ratios) <= 1.05
-
-
 def test_largest_row_goes_round() -> None:
     costs = np.array([9.0, 1, 1, 1])
     assigned = [assign_to_boxes(costs, 4, turn) for turn in range(4)]
@@ -148,44 +131,26 @@ class Table:
 def test_costs_of_every_kind_deal_alike(tmp_path: Path) -> None:
     np.save(tmp_path / "costs.npy", COSTS)
     given: dict[str, Any] = {"global_batch_size": 16, "shuffle": True, "seed": 1, "collate_fn": list}
-    kinds: list[Any] = [
-        np.load(tmp_path / "costs.npy", mmap_mode="r"),
-        torch.tensor(COSTS, requires_grad=True),
-        COSTS.tolist(),
-        lambda ids: COSTS[ids],
-        "cost",
-    ]
+    mapped = np.load(tmp_path / "costs.npy", mmap_mode="r")
+    kinds: list[Any] = [mapped, torch.tensor(COSTS, requires_grad=True), lambda ids: COSTS[ids], "cost"]
     for cost in kinds:
         assert list(MapLoader(Table(), balance=Balance(cost, 2), **given)) == list(loader(2))
-
-
-def test_a_column_of_a_hugging_face_dataset() -> None:
-    table = pytest.importorskip("datasets").Dataset.from_dict({"number": list(range(ROWS)), "cost": COSTS.tolist()})
-    given: dict[str, Any] = {"global_batch_size": 16, "shuffle": True, "seed": 1}
-    named = MapLoader(table, balance=Balance("cost", 2), collate_fn=collate, **given)
-    assert [batch["number"].tolist() for batch in named] == list(loader(2))
-    with pytest.raises(InvalidArgumentError, match=r"must be one of the columns number, cost, got 'size'"):
-        MapLoader(table, balance=Balance("size"), **given)
 
 
 def test_streaming_loader_deals_too(dataset: StreamingDataset) -> None:
     costs = np.arange(100) ** 2.0
 
-    def made(balance: Balance | None = None) -> StreamingLoader:
+    def made(balance: Balance) -> StreamingLoader:
         return StreamingLoader(dataset, global_batch_size=20, shuffle=True, seed=4, balance=balance, collate_fn=list)
 
-    def numbers(run: AllWorkers) -> list[set[int]]:
-        return [{int(row["number"]) for row in step} for step in run.take(5)]
-
-    plain = numbers(AllWorkers(made, (1, 1)))
-    assigned = AllWorkers(lambda: made(Balance(costs)), (4, 1))
-    sums = [[sum(costs[int(row["number"])] for row in box) for box in assigned.step_rows() or ()] for _ in range(5)]
-    assert all(max(step) < 1.2 * np.mean(step) for step in sums)
-    assert numbers(AllWorkers(lambda: made(Balance(costs)), (2, 2))) == plain
     over = AllWorkers(lambda: made(Balance(costs, 5)), (1, 2))
     first = over.take(2)
-    rest = AllWorkers(lambda: made(Balance(costs, 5)), (4, 1), over).take(3)
-    assert sorted(int(row["number"]) for step in [*first, *rest] for row in step) == list(range(100))
+    rest = AllWorkers(lambda: made(Balance(costs, 5)), (4, 1), over)
+    boxes = [rest.step_rows() for _ in range(3)]
+    sums = [[sum(costs[int(row["number"])] for row in box) for box in step or ()] for step in boxes]
+    assert all(max(step) < 1.2 * np.mean(step) for step in sums)
+    rows = [*chain(*first), *chain(*chain(*(step or () for step in boxes)))]
+    assert sorted(int(row["number"]) for row in rows) == list(range(100))
 
 
 def test_state_names_costs_that_decide_the_order() -> None:
@@ -206,15 +171,11 @@ def test_state_names_costs_that_decide_the_order() -> None:
         (Balance(-COSTS), "must be finite and at least 0, got -"),
         (Balance(np.full(ROWS, math.inf)), "got inf for sample 0"),
         (Balance(lambda ids: ids[1:]), "must return 203 numbers, .* got 202"),
-        (Balance(lambda ids: [ids]), "the cost function must return a one-dimensional array of numbers"),
         (Balance("length"), "needs a dataset with columns, got range"),
         (Balance(np.zeros((ROWS, 2))), "a one-dimensional array of numbers"),
-        (Balance(None), "a one-dimensional array of numbers"),
         (Balance(COSTS, 0), "over_steps must be at least 1"),
         (Balance(COSTS, 1 << 20), "at most 65536 with global batches of 16"),
         (COSTS, "balance must be a penstock.data.Balance"),
-        (Balance(COSTS, cast(Any, None)), "over_steps must be at least 1, got None"),
-        (Balance(COSTS, report=cast(Any, "x")), "report must be True or False"),
     ],
 )
 def test_bad_costs_name_the_remedy(balance: Any, words: str) -> None:

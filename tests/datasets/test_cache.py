@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import os
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from shard_server import Fault, ShardServer
 from small_disk import small_disk_at
 from waiting import until
 
-from penstock.data import MDSWriter, Stream, StreamingDataset
 from penstock.data.cache import shard_cache
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.compressed_files import COMPRESSIONS
@@ -60,20 +57,6 @@ def test_what_is_held_is_the_raw_file(
     assert names(tmp_path / "cache") == remote
 
 
-def test_a_shard_of_two_files(server: ShardServer, make: Make) -> None:
-    first, second = make_shards(server.folder, 2, SIZE)
-    both = replace(first, files=(*first.files, *second.files))
-    assert held_bytes(make(), both) == raw_bytes(0, SIZE) + raw_bytes(1, SIZE)
-
-
-def test_the_index_is_fetched_once(server: ShardServer, make: Make, tmp_path: Path) -> None:
-    make_shards(server.folder, 1, SIZE)
-    server.faults["index.json"] = [Fault(500), Fault(cut_after=3)]
-    assert json.loads(make().index().read(1 << 20, 0))["version"] == 2
-    assert make().index().read(1 << 20, 0) == (server.folder / "index.json").read_bytes()
-    assert server.requests["index.json"] == 3 or server.requests["index.json"] == 4
-
-
 def test_what_is_no_index_does_not_stay(server: ShardServer, make: Make, tmp_path: Path) -> None:
     (server.folder / "index.json").write_text("<html>please log in</html>")
     with pytest.raises(
@@ -86,15 +69,6 @@ def test_what_is_no_index_does_not_stay(server: ShardServer, make: Make, tmp_pat
         make().index()
     with pytest.raises(ShardUnavailableError, match=r"must be a dataset.s folder, but has no index\.json"):
         ShardCache(None, tmp_path).index()
-
-
-@pytest.mark.parametrize("compression", ["", "zstd"])
-def test_a_corrupt_file_is_fetched_again_once(server: ShardServer, make: Make, compression: str) -> None:
-    (shard,) = make_shards(server.folder, 1, SIZE, compression=compression)
-    name = (shard.files[0].packed or shard.files[0].raw).name
-    server.faults[name] = [Fault(flip=True)]
-    assert held_bytes(make(validate=HASH), shard) == raw_bytes(0, SIZE)
-    assert server.requests[name] == 2
 
 
 @pytest.mark.parametrize("compression", ["", "zstd"])
@@ -176,27 +150,6 @@ def test_files_of_an_earlier_run_are_used(server: ShardServer, make: Make, tmp_p
     assert held_bytes(make(validate=HASH), shard) == raw_bytes(0, SIZE), "another time: it was not hashed again"
 
 
-def test_bad_file_is_removed_without_a_good_one(server: ShardServer, make: Make, tmp_path: Path) -> None:
-    (shard,) = make_shards(server.folder, 1, SIZE)
-    (server.folder / shard.name).unlink()
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / shard.name).write_bytes(bytes(SIZE))
-    with pytest.raises(ShardUnavailableError, match="HTTP 404"):
-        make(validate=HASH).hold(shard)
-    assert not names(tmp_path / "cache")
-
-
-def test_a_packed_file_of_an_earlier_run_is_used(server: ShardServer, make: Make, tmp_path: Path) -> None:
-    (shard,) = make_shards(server.folder, 1, SIZE, compression="zstd")
-    packed = shard.files[0].packed
-    assert packed
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / packed.name).write_bytes((server.folder / packed.name).read_bytes())
-    assert held_bytes(make(validate=HASH, keep_packed=True), shard) == raw_bytes(0, SIZE)
-    assert not server.requests
-    assert names(tmp_path / "cache") == {shard.name, packed.name}
-
-
 def test_a_folder_without_a_place_is_the_dataset(tmp_path: Path) -> None:
     plain, packed = make_shards(tmp_path, 1, SIZE), make_shards(tmp_path, 1, SIZE, compression="gz", first=1)
     cache = ShardCache(None, tmp_path, limit=1)
@@ -253,18 +206,6 @@ def test_remote_files_stay_beside_a_nested_cache(tmp_path: Path, remote: str, ow
     raw.write_bytes(b"short")
     assert held_bytes(again, shards[0]) == raw_bytes(0, SIZE), "a bad one of the cache's own goes"
     again.close()
-
-
-def test_reading_in_place_writes_nothing(tmp_path: Path) -> None:
-    shards, threads = make_shards(tmp_path / "remote", 3, SIZE), threading.active_count()
-    for place, folder in ((RemoteFolder(tmp_path / "remote"), "here"), (None, "remote")):
-        cache = ShardCache(place, tmp_path / folder)
-        cache.fetch_ahead(shards)
-        cache.hold(shards[0]).release()
-        assert threading.active_count() <= threads
-        cache.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["remote"]
-    assert len(list((tmp_path / "remote").iterdir())) == 4
 
 
 def test_a_folder_holds_one_dataset(server: ShardServer, make: Make, tmp_path: Path) -> None:
@@ -348,17 +289,6 @@ def test_full_disk_names_its_remedy_if_all_is_held(
     cache.close()
 
 
-def test_full_disk_of_streams_is_shared(server: ShardServer, small_disk: Path) -> None:
-    """A stream's unused shards give way to those of another stream on the same disk."""
-    for name in ("one", "other"):
-        with MDSWriter(server.folder / name, {"number": "int"}, size_limit=20_000) as writer:
-            for number in range(8000):
-                writer.write({"number": number})
-    streams = [Stream(f"{server.url}/{name}", small_disk / name) for name in ("one", "other")]
-    with closing(StreamingDataset(streams=streams)) as dataset:
-        assert [dataset[at]["number"] for at in range(0, 16_000, 500)] == [*range(0, 8000, 500)] * 2
-
-
 @pytest.mark.parametrize("fits", [True, False])
 def test_quota_evicts_and_tries_again(
     server: ShardServer, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
@@ -389,34 +319,6 @@ def test_quota_evicts_and_tries_again(
     assert server.requests[shards[0].name] == 2
 
 
-def test_ahead_is_fetched_in_order_by_threads(server: ShardServer, make: Make, tmp_path: Path) -> None:
-    shards = make_shards(server.folder, 6, SIZE)
-    cache = make(threads=1)
-    before = set(threading.enumerate())
-    held_bytes(cache, shards[5])
-    assert not any(thread.name == "penstock-shards" for thread in set(threading.enumerate()) - before)
-    cache.fetch_ahead(shards[:4])
-    until(lambda: all((tmp_path / "cache" / shard.name).exists() for shard in shards[:4]))
-    assert list(server.requests) == [shards[n].name for n in (5, 0, 1, 2, 3)]
-    cache.fetch_ahead(shards[:5])
-    assert held_bytes(cache, shards[4]) == raw_bytes(4, SIZE)
-    assert set(server.requests.values()) == {1}
-    cache.close()
-    assert not any(thread.name.startswith("penstock-") for thread in set(threading.enumerate()) - before)
-
-
-def test_waits_for_a_running_prefetch_are_counted(server: ShardServer, make: Make) -> None:
-    (shard,) = make_shards(server.folder, 1, SIZE)
-    server.faults[shard.name] = [Fault(bytes_per_s=SIZE)]
-    cache = make()
-    cache.fetch_ahead([shard])
-    until(lambda: server.requests[shard.name])
-    cache.hold(shard).release()
-    stats = cache.stats()
-    assert (stats.fetched_shards, stats.fetched_bytes) == (1, SIZE)
-    assert stats.waited_s > 0
-
-
 def test_closing_in_the_middle_of_transfers(server: ShardServer, make: Make, tmp_path: Path) -> None:
     shards = make_shards(server.folder, 3, SIZE)
     for shard in shards:
@@ -436,23 +338,6 @@ def test_closing_in_the_middle_of_transfers(server: ShardServer, make: Make, tmp
     with pytest.raises(ShardUnavailableError, match="because the dataset was closed"):
         cache.hold(shards[0])
     gc.collect()  # what complains of being unclosed does it now
-
-
-def test_holding_what_is_there_costs_little(server: ShardServer, make: Make) -> None:
-    """Measured: about 45 us for the first of a process, 1 us for more. The bound is for machines that do more."""
-    (shard,) = make_shards(server.folder, 1, SIZE)
-    cache = make(validate=HASH)
-    cache.hold(shard).release()
-    fastest = min(_seconds(lambda: cache.hold(shard).release()) for _ in range(200))
-    assert fastest < 1e-3
-    with cache.hold(shard):
-        assert min(_seconds(lambda: cache.hold(shard).release()) for _ in range(200)) < fastest
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def test_wait_for_another_process_has_a_deadline(

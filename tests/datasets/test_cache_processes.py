@@ -10,9 +10,6 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,13 +68,12 @@ def test_each_file_is_fetched_once(server: ShardServer, tmp_path: Path) -> None:
     assert_clean(tmp_path / "cache")
 
 
-@pytest.mark.parametrize("limit", [None, 10 * SIZE])
-def test_killed_fetcher_is_taken_over(server: ShardServer, tmp_path: Path, limit: int | None) -> None:
+def test_killed_fetcher_is_taken_over(server: ShardServer, tmp_path: Path) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     server.faults[shard.name] = [Fault(silent_after=1000)]
 
     def work() -> None:
-        with cache_of(server, tmp_path, limit=limit) as cache:
+        with cache_of(server, tmp_path, limit=10 * SIZE) as cache:
             check(cache, shard)
 
     with Child(work) as first, contextlib.ExitStack() as stack:
@@ -88,34 +84,6 @@ def test_killed_fetcher_is_taken_over(server: ShardServer, tmp_path: Path, limit
         first.kill()
         second.join()
     assert server.requests[shard.name] == 2
-    assert_clean(tmp_path / "cache")
-
-
-def test_files_of_a_killed_process_are_completed(server: ShardServer, tmp_path: Path) -> None:
-    """Use the complete files of a killed process and remove its temporary ones. Its claims on the limit block no other
-    process."""
-    shards = make_shards(server.folder, 3, SIZE)
-    server.faults[shards[1].name] = [Fault(silent_after=1000)]
-    server.faults[shards[2].name] = [Fault(silent_after=1000)]
-
-    def work() -> None:
-        with cache_of(server, tmp_path, limit=3 * SIZE, threads=1) as cache:
-            check(cache, shards[0])
-            cache.fetch_ahead(shards[1:2])
-            cache.hold(shards[2])
-
-    with Child(work) as child:
-        for _ in range(2):
-            assert server.moving.acquire(timeout=30)
-        child.kill()
-    left = list((tmp_path / "cache" / ".penstock" / "fetching").glob("*!*"))
-    assert len(left) == 2
-    with cache_of(server, tmp_path, limit=2 * SIZE) as cache:
-        check(cache, shards[0])
-        assert not any(path.exists() for path in left)
-        check(cache, shards[1])
-        assert size_of_files(tmp_path / "cache") <= 2 * SIZE
-    assert server.requests == {shards[0].name: 1, shards[1].name: 2, shards[2].name: 1}
     assert_clean(tmp_path / "cache")
 
 
@@ -187,25 +155,6 @@ def test_child_does_not_release_parents_shards(server: ShardServer, tmp_path: Pa
     assert_clean(tmp_path / "cache")
 
 
-def test_child_prefetches_with_its_own_threads(server: ShardServer, tmp_path: Path) -> None:
-    shards = make_shards(server.folder, 3, SIZE)
-    files = [tmp_path / "cache" / shard.name for shard in shards]
-    with cache_of(server, tmp_path) as cache:
-        cache.fetch_ahead(shards[:1])
-        until(files[0].exists)
-
-        def work() -> None:
-            cache.fetch_ahead(shards[1:2])
-            until(files[1].exists)
-            cache.close()
-
-        join_all(work)
-        cache.fetch_ahead(shards[2:])
-        until(files[2].exists)
-    assert set(server.requests.values()) == {1}
-    assert_clean(tmp_path / "cache")
-
-
 def test_child_keeps_no_lock_of_its_dead_parent(server: ShardServer, tmp_path: Path) -> None:
     shards = make_shards(server.folder, 2, SIZE)
     orphan = tmp_path / "orphan"
@@ -230,66 +179,6 @@ def test_child_keeps_no_lock_of_its_dead_parent(server: ShardServer, tmp_path: P
         os.kill(int(orphan.read_text()), 9)
 
 
-def test_nothing_is_said_at_the_end_of_a_process(server: ShardServer, tmp_path: Path) -> None:
-    """End a process that neither closes its caches nor waits for its downloads, and a child that drops them."""
-    shards = make_shards(server.folder, 2, SIZE)
-    server.faults[shards[1].name] = [Fault(silent_after=100, stays=True)]
-    program = f"""
-        import gc, os, sys
-        from penstock.data.cache.shard_cache import ShardCache
-        from penstock.data.remote.folders import RemoteFolder
-        from penstock.data.formats.shards import Shard, ShardFile, StoredFile
-        shards = [Shard("mds", 1, (ShardFile(StoredFile(name, {SIZE})),)) for name in {[s.name for s in shards]}]
-        caches = [ShardCache(RemoteFolder({server.url!r}), {str(tmp_path)!r} + "/" + name) for name in "ab"]
-        for cache in caches:
-            cache.hold(shards[0])
-        caches[0].fetch_ahead(shards)
-        sys.stdin.readline()  # a child that is forked sooner may find the request half begun
-        child = os.fork()
-        if not child:
-            while caches:
-                caches[0].hold(shards[0])
-                caches.pop(0).close()
-            cache = None
-            gc.collect()
-            sys.exit()
-        sys.exit(os.waitpid(child, 0)[1])
-    """
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        until(lambda: server.requests[shards[1].name] > 0, 90)  # it imports much
-        said = process.communicate("\n", timeout=60)
-    assert (process.returncode, *said) == (0, "", "")
-
-
-def test_the_limit_is_kept_by_three_processes(server: ShardServer, tmp_path: Path) -> None:
-    shards = make_shards(server.folder, 12, SIZE)
-    done = tmp_path / "done"
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        with cache_of(server, tmp_path, limit=7 * SIZE, threads=2) as cache:
-            for _ in range(2):
-                order = rng.sample(shards, len(shards))
-                for at, shard in enumerate(order):
-                    cache.fetch_ahead(order[at : at + 2])
-                    check(cache, shard)
-
-    def watch() -> None:
-        most = 0
-        while not done.exists():
-            most = max(most, size_of_files(tmp_path / "cache"))
-            time.sleep(0.001)
-        assert 4 * SIZE < most <= 7 * SIZE, most
-
-    with Child(watch) as watcher:
-        join_all(*(functools.partial(work, number) for number in range(3)))
-        done.touch()
-        watcher.join()
-    assert_clean(tmp_path / "cache")
-
-
 def kill_at_call(calls: int) -> None:
     """Kill this process at one of its next calls that change a folder."""
     left = calls
@@ -308,10 +197,9 @@ def kill_at_call(calls: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-@pytest.mark.parametrize("compression", ["zstd"])
-def test_kills_beside_another_job(server: ShardServer, tmp_path: Path, compression: str) -> None:
+def test_kills_beside_another_job(server: ShardServer, tmp_path: Path) -> None:
     """One job after the other is killed at any of its calls; the one beside them has every shard, within the limit."""
-    shards = make_shards(server.folder, 10, SIZE, compression=compression)
+    shards = make_shards(server.folder, 10, SIZE, compression="zstd")
     ended = tmp_path / "ended"
 
     def pass_over(seed: int) -> None:
@@ -333,7 +221,7 @@ def test_kills_beside_another_job(server: ShardServer, tmp_path: Path, compressi
 
     kills = 0
     with Child(whole) as beside:
-        for calls in range(1, 200, 14):
+        for calls in range(1, 200, 25):
             child = Child(functools.partial(killed, calls))
             try:
                 child.join()
@@ -343,7 +231,7 @@ def test_kills_beside_another_job(server: ShardServer, tmp_path: Path, compressi
             assert size_of_files(tmp_path / "cache") <= 9 * SIZE
         ended.touch()
         beside.join()
-    assert kills > 4
+    assert kills > 2
     pass_over(1000)
     assert_clean(tmp_path / "cache")
 
@@ -355,11 +243,10 @@ def held_at_last(cache: ShardCache, shard: Shard) -> HeldShard:
             return cache.hold(shard)
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_whatever_is_asked_and_fails(server: ShardServer, tmp_path: Path, seed: int) -> None:
+def test_whatever_is_asked_and_fails(server: ShardServer, tmp_path: Path) -> None:
     """Holds, releases and lists at random in three processes, a server that fails at random, a small limit."""
-    shards = make_shards(server.folder, 10, SIZE, compression=("", "zstd", "gz")[seed])
-    at_fault = random.Random(seed)
+    shards = make_shards(server.folder, 10, SIZE, compression="zstd")
+    at_fault = random.Random(1)
     server.fault = lambda name: at_fault.choice(
         [None, None, None, Fault(500), Fault(503), Fault(cut_after=at_fault.randrange(SIZE)), Fault(flip=True)]
     )
@@ -367,12 +254,12 @@ def test_whatever_is_asked_and_fails(server: ShardServer, tmp_path: Path, seed: 
     limit = 10 * SIZE
 
     def work(number: int) -> None:
-        rng = random.Random(1000 * seed + number)
-        keep = {"validate": HASH, "limit": limit, "threads": 2, "keep_packed": seed == 2}
+        rng = random.Random(1000 + number)
         for _ in range(2):
-            cache = ShardCache(RemoteFolder(server.url, tries=20), tmp_path / "cache", **keep)  # type: ignore[arg-type]
+            place = RemoteFolder(server.url, tries=20)
+            cache = ShardCache(place, tmp_path / "cache", validate=HASH, limit=limit, threads=2)
             held: list[tuple[Shard, HeldShard]] = []
-            for _ in range(40):
+            for _ in range(25):
                 match rng.randrange(4):
                     case 0:
                         cache.fetch_ahead(rng.sample(shards, rng.randrange(4)))

@@ -45,16 +45,14 @@ def listed(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
 
 
-@pytest.mark.parametrize("name", ["arrow, compressed", "json_lines", "saved dataset", "megatron"])
+@pytest.mark.parametrize("name", ["arrow, compressed", "megatron"])
 def test_parquet_has_the_same_values(name: str, tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     samples = FOLDERS[name](tmp_path / "from")
     done = to_parquet(tmp_path / "from", tmp_path / "to")
     assert done.samples == len(samples)
     with closing(StreamingDataset(str(tmp_path / "to"))) as dataset:
-        found = [listed(row) for row in dataset[:]]
-    expected = [listed(row) for row in samples]
-    assert found == expected
+        assert [listed(row) for row in dataset[:]] == [listed(row) for row in samples]
 
 
 def test_mds_has_values_or_their_json(tmp_path: Path) -> None:
@@ -142,42 +140,13 @@ def test_values_that_would_change_are_refused(tmp_path: Path) -> None:
     assert rows_in(tmp_path / "parquet2")[77] == {"a": None, "b": json.dumps(rows[77]["b"])}
 
 
-def test_arrays_of_no_dimension_are_kept(tmp_path: Path) -> None:
-    members = []
-    for number in range(3):
-        np.save(data := io.BytesIO(), np.array(number + 0.5))
-        members.append((f"{number}.npy", data.getvalue()))
-    archive(tmp_path / "a.tar", members)
-    index_folder(tmp_path)
-    to_parquet(tmp_path, tmp_path / "to")
-    assert [row["npy"] for row in rows_in(tmp_path / "to")] == [0.5, 1.5, 2.5]
-
-
-def test_values_unlike_the_sampled_ones_are_named() -> None:
-    for change, value, words in (
-        (
-            "float",
-            2**53 + 1,
-            "all values must be numbers that float64 holds exactly, got 9007199254740993. .*types={'a': 'json'}",
-        ),
-        (
-            "only",
-            [b"a", b"b"],
-            r"all values must be lists of one value, as in the rows .*, got \[b'a', b'b'\]. Convert to Parquet",
-        ),
-        (
-            "time",
-            "noon",
-            "all values must be times, as in the rows that decided the type, got 'noon'. Leave the column out",
-        ),
-        (
-            "file",
-            {"bytes": None},
-            r"all values must be dicts with a field 'bytes', as in the rows .*, got \{'bytes': None\}",
-        ),
-    ):
-        with pytest.raises(DatasetError, match=f"sample 300 of the shard, column 'a': {words}"):
-            target_columns.stored_row({"a": value}, [target_columns.TargetColumn("a", "", change)], 300)
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [("float", 2**53 + 1), ("only", [b"a", b"b"]), ("time", "noon"), ("file", {"bytes": None})],
+)
+def test_values_unlike_the_sampled_ones_are_named(change: str, value: Any) -> None:
+    with pytest.raises(DatasetError, match="sample 300 of the shard, column 'a': all values must be "):
+        target_columns.stored_row({"a": value}, [target_columns.TargetColumn("a", "", change)], 300)
 
 
 # ---- order and states
@@ -196,14 +165,7 @@ def parquet(folder: Path) -> None:
     index_parquet(folder)
 
 
-def lines(folder: Path) -> None:
-    folder.mkdir()
-    for name, begin, end in (("a", 0, 60), ("b", 60, 100)):
-        (folder / f"{name}.jsonl").write_text("".join(f'{{"number": {n}}}\n' for n in range(begin, end)))
-    index_folder(folder)
-
-
-@pytest.mark.parametrize(("write", "to"), [(mds, "parquet"), (parquet, "mds"), (lines, "parquet")])
+@pytest.mark.parametrize(("write", "to"), [(mds, "parquet"), (parquet, "mds")])
 def test_state_goes_on_over_the_result(write: Callable[[Path], None], to: str, tmp_path: Path) -> None:
     """Through topologies, over the source and the result by turns, with another dataset beside it."""
     write(tmp_path / "from")
@@ -277,15 +239,10 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     numbers(tmp_path / "from", 30)
     for settings, words in (
         ({"columns": ["none"]}, "columns must be some of number, each once, got none"),
-        ({"columns": ["number", "number"]}, "columns must be some of number, each once, got number, number"),
-        ({"columns": []}, "columns must be some of number, each once, got none"),
         ({"types": {"none": "int"}}, r"types \(--as\) must be some of number, each once, got none"),
         ({"types": {"number": "integer"}}, r"types \(--as\): column 'number': the encoding must be one of"),
         ({"processes": 0}, "processes must be at least 1"),
         ({"size_limit": "much"}, "size_limit must be"),
-        ({"size_limit": "5gb"}, "size_limit must be at most 4294967295 bytes, got '5gb'"),
-        ({"compression": "lz5"}, "the compression must be one of .*, got 'lz5'"),
-        ({"hashes": ["xxh65"]}, "the hash algorithm must be one of .*, got 'xxh65'"),
     ):
         with pytest.raises(InvalidArgumentError, match=words):
             to_mds(tmp_path / "from", tmp_path / "to", **settings)

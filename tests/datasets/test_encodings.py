@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import sys
 import tracemalloc
 import warnings
 from collections.abc import Callable
@@ -14,13 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from mds_recipes import RECIPES
 from PIL import Image, UnidentifiedImageError
-from plain_values import plain
 
-from penstock.data.formats.encodings import ENCODINGS, check_encoding, encoding_of
+from penstock.data.formats.encodings import check_encoding, encoding_of
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.readers import open_shard
@@ -30,34 +26,6 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 MDS = Path(__file__).parents[1] / "data" / "mds"
 SAMPLES = list(RECIPES["encodings"].samples())
 COLUMNS = RECIPES["encodings"].columns
-LOSSY = ("jpeg", "list[jpeg]", "jpeg_array", "jpegarray")
-
-
-def test_all_mosaicml_encodings_are_there() -> None:
-    names = """bytes str int ndarray uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 str_int
-    str_float str_decimal pil jpeg jpeg_array jpegarray png list[pil] list[jpeg] list[png] pkl json"""
-    assert set(ENCODINGS) == set(names.split())
-    assert {name.partition(":")[0] for name in COLUMNS.values()} == ENCODINGS.keys() - {"pkl"}
-
-
-@pytest.mark.parametrize("column", [column for column in COLUMNS if column not in LOSSY])
-def test_values_decode_from_mid_sample(column: str) -> None:
-    encoding = encoding_of(COLUMNS[column])
-    for sample in SAMPLES:
-        data = encoding.encode(sample[column])
-        assert encoding.size in (None, len(data))
-        back = encoding.decode(b"before" + data + b"behind", 6, 6 + len(data))
-        if column in ("png", "list[png]"):
-            back, sample = pixels(back), {column: pixels(sample[column])}
-        if isinstance(back, np.generic):
-            sample = {column: back.dtype.type(sample[column])}
-        assert plain(back) == plain(sample[column])
-
-
-def pixels(images: Any) -> Any:
-    if isinstance(images, list):
-        return [pixels(image) for image in images]
-    return [images.mode, list(images.size), images.tobytes()]
 
 
 ENDS_ANYWHERE = ("bytes", "str", "str_int", "str_float", "str_decimal", "jpeg", "png")
@@ -90,38 +58,18 @@ def test_arrays_are_the_callers_own() -> None:
         assert array.base is None
 
 
-@given(st.binary(max_size=64), st.sampled_from([name for name in ENCODINGS if name != "pkl"]))
-def test_no_bytes_make_a_decoder_allocate_much(data: bytes, name: str) -> None:
-    decode = encoding_of(name).decode
-    tracemalloc.start()
-    try:
-        decode(data, 0, len(data))
-    except Exception:  # whatever it is, readers name it
-        pass
-    finally:
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peak < 8 << 20
-
-
 @pytest.mark.parametrize(
     ("name", "data"),
     [
         ("pil", np.array([60_000, 60_000, 3], np.uint32).tobytes() + b"RGB" + bytes(100)),
-        ("pil", np.array([2**32 - 1, 2**32 - 1, 1], np.uint32).tobytes() + b"1" + bytes(100)),
         ("pil", np.array([4, 4, 2**32 - 1], np.uint32).tobytes() + bytes(100)),
         ("pil", np.array([0, 2**31, 1], np.uint32).tobytes() + b"L"),
         ("ndarray", bytes([66, 3 << 2 | 3]) + np.array([2**40, 2**40, 2**40], np.uint64).tobytes()),
         ("ndarray", bytes([66, 2 << 2 | 3]) + np.array([2**63, 2], np.uint64).tobytes()),
         ("ndarray:uint8", bytes([63 << 2 | 3]) + bytes(8 * 62)),
         ("jpegarray", np.array([2**32 - 1], np.uint32).tobytes()),
-        ("jpegarray", np.array([0], np.uint32).tobytes()),
         ("list[png]", np.array([0, 2, 2**32 - 1, 2**32 - 1], np.uint32).tobytes()),
         ("ndarray", bytes([7])),
-        ("int", bytes(9)),
-        ("float16", b"a"),
-        ("str", b"\xff"),
-        ("json", b"[1"),
         ("json", b"[" * 200_000),
         ("str_int", b"9" * 10_000),
     ],
@@ -140,14 +88,10 @@ def test_claims_beyond_the_bytes_are_refused(name: str, data: bytes) -> None:
     ("name", "value"),
     [
         ("bytes", "text"),
-        ("bytes", bytearray(b"x")),
         ("str", 3),
-        ("str", "\ud800"),
         ("int", 2**63),
         ("int", 1.5),
-        ("int", "1"),
         ("uint8", 256),
-        ("uint8", -1),
         ("uint8", 1.5),
         ("uint8", np.int64(300)),
         ("int64", np.uint64(2**63)),
@@ -156,7 +100,6 @@ def test_claims_beyond_the_bytes_are_refused(name: str, data: bytes) -> None:
         ("str_float", 1),
         ("str_decimal", 1.0),
         ("json", {1, 2}),
-        ("json", object()),
         ("ndarray", [1, 2]),
         ("ndarray", np.array(3)),
         ("ndarray", np.empty((2, 0))),
@@ -172,7 +115,6 @@ def test_claims_beyond_the_bytes_are_refused(name: str, data: bytes) -> None:
         ("jpegarray", []),
         ("jpegarray", [3]),
         ("float64", None),
-        ("float32", "1.5"),
         ("float16", 7e4),
     ],
 )
@@ -183,10 +125,7 @@ def test_values_that_would_change_are_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("", "int8:", "float", "INT", "list[int]", "bytes ", "ndarray:bool", "ndarray::3", "ndarray:int8:"),
-        *("ndarray:int8:0", "ndarray:int8:2,-1", "ndarray:int8:²", "ndarray:int8:3:4", "ndarray:int8:1,"),
-    ],
+    ["", "int8:", "INT", "list[int]", "ndarray:bool", "ndarray:int8:", "ndarray:int8:2,-1", "ndarray:int8:3:4"],
 )
 def test_unknown_encodings_are_named(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="encoding"):
@@ -212,54 +151,34 @@ def thumbnail(image: Image.Image) -> None:
     image.thumbnail((8, 8))
 
 
-def paste(image: Image.Image) -> None:
-    image.paste(0, (0, 0, 16, 16))
-
-
 def draft(image: Image.Image) -> None:
     """Make an image draft: smaller, and not loaded."""
     image.draft("L", (8, 8))
 
 
-@pytest.mark.parametrize("edit", [thumbnail, paste, draft])
-@pytest.mark.parametrize("name", ["jpeg", "list[jpeg]"])
-def test_edited_jpeg_is_stored_by_its_pixels(tmp_path: Path, edit: Callable[[Image.Image], None], name: str) -> None:
+@pytest.mark.parametrize("edit", [thumbnail, draft])
+def test_edited_jpeg_is_stored_by_its_pixels(tmp_path: Path, edit: Callable[[Image.Image], None]) -> None:
     path = tmp_path / "image.jpg"
     Image.effect_noise((16, 16), 50).convert("RGB").save(path)
     with Image.open(path) as image:
         edit(image)
-        encoding = encoding_of(name)
-        data = encoding.encode([image] if name.startswith("list") else image)
-        assert path.read_bytes() not in data
+        encoding = encoding_of("jpeg")
+        data = encoding.encode(image)
+        assert path.read_bytes() != data
         found = encoding.decode(data, 0, len(data))
-        found = found[0] if name.startswith("list") else found
         assert (found.mode, found.size) == (image.mode, image.size)
         assert np.abs(np.asarray(found, np.int64) - np.asarray(image)).mean() < 20, "but for the loss of JPEG"
 
 
 def test_jpeg_with_a_replaced_file_uses_pixels(tmp_path: Path) -> None:
     path = tmp_path / "image.jpg"
-    for other in (b"no image", None):
-        Image.effect_noise((16, 16), 50).save(path)
-        with Image.open(path) as image:
-            image.load()
-            if other is None:
-                Image.new("L", (16, 16), 7).save(path)
-            else:
-                path.write_bytes(other)
-            data = encoding_of("jpeg").encode(image)
-        assert data.startswith(b"\xff\xd8")
-        assert data != path.read_bytes()
-
-
-OPENED: list[int] = []
-
-
-class Evil:
-    """Unpickling it is seen in OPENED."""
-
-    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
-        return OPENED.append, (1,)
+    Image.effect_noise((16, 16), 50).save(path)
+    with Image.open(path) as image:
+        image.load()
+        Image.new("L", (16, 16), 7).save(path)
+        data = encoding_of("jpeg").encode(image)
+    assert data.startswith(b"\xff\xd8")
+    assert data != path.read_bytes()
 
 
 def test_pickles_are_opened_only_for_who_asks() -> None:
@@ -276,16 +195,6 @@ def test_pickles_are_opened_only_for_who_asks() -> None:
     reader.close()
 
 
-def test_only_the_unsafe_encoding_runs_code() -> None:
-    data = encoding_of("pkl", allow_unsafe_types=True).encode(Evil())
-    for name in ENCODINGS.keys() - {"pkl"}:
-        try:
-            encoding_of(name).decode(data, 0, len(data))
-        except Exception:  # most cannot make anything of it
-            pass
-    assert OPENED == []
-
-
 @pytest.mark.parametrize(("name", "form"), [("jpeg", "PNG"), ("jpeg", "EPS"), ("png", "JPEG"), ("png", "TIFF")])
 def test_image_of_another_format_is_not_opened(name: str, form: str) -> None:
     """PIL would: for an EPS it starts Ghostscript."""
@@ -293,15 +202,3 @@ def test_image_of_another_format_is_not_opened(name: str, form: str) -> None:
     Image.new("RGB", (4, 4)).save(file, form)
     with pytest.raises(UnidentifiedImageError):
         encoding_of(name).decode(file.getvalue(), 0, len(file.getvalue()))
-
-
-def test_missing_pillow_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.data.formats.media import images
-
-    images._pil.cache_clear()
-    images._library.cache_clear()
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(DatasetError, match=r"pillow\. Run pip install 'penstock\[streaming\]'"):
-        encoding_of("png").decode(b"", 0, 0)
-    monkeypatch.undo()
-    images._pil.cache_clear()

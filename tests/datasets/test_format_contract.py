@@ -9,7 +9,7 @@ import copy
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from all_workers import AllWorkers, saved
 from format_folders import FOLDERS, Made, plainly
 from shard_server import ShardServer
 
-from penstock.data import StreamingDataset, StreamingLoader
+from penstock.data import StreamingDataset
 from penstock.data.formats import file_ranges
 from penstock.data.formats.arrow.reader import index_arrow
 from penstock.data.formats.decoded_blocks import MEMORY
@@ -30,10 +29,8 @@ from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.records.offset_file import read_offsets
-from penstock.data.formats.shards import Shard, ShardReader
+from penstock.data.formats.shards import Shard, ShardReader, columns_of_rows
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
-
-SEED, BATCH = 5, 4
 
 
 @pytest.fixture(scope="module", params=FOLDERS)
@@ -97,6 +94,7 @@ def test_values_outlive_reader_and_files(own: Made) -> None:
     assert [plainly(first), plainly(second)] == [plainly(sample) for sample in own.samples[:2]]
     with pytest.raises(ValueError, match="closed"):
         reader[0]
+    assert columns_of_rows(reader, np.arange(2)) is None
 
 
 def test_forked_and_pickled_readers_agree(made: Made, dataset: StreamingDataset) -> None:
@@ -110,42 +108,6 @@ def test_forked_and_pickled_readers_agree(made: Made, dataset: StreamingDataset)
         assert other.fingerprint == dataset.fingerprint
         assert [plainly(other[at]) for at in range(len(other))] == expected
         other.close()
-
-
-def loaders_of(made: Made, **options: Any) -> Callable[[], StreamingLoader]:
-    def make() -> StreamingLoader:
-        settings = {"global_batch_size": BATCH, "shuffle": True, "shuffle_block": 16, "seed": SEED, **options}
-        return StreamingLoader(StreamingDataset(local=made.folder), collate_fn=list, **settings)
-
-    return make
-
-
-def skip_all_but_two(made: Made) -> None:
-    """Order and states depend on a format by its blocks alone."""
-    if read_index((made.folder / INDEX).read_bytes(), "it")[0].format not in ("mds", "parquet"):
-        pytest.skip("another format has the same order")
-
-
-def test_order_holds_on_any_topology(made: Made) -> None:
-    """Chains of topologies, each going on from the state of the one before, in which workers die."""
-    skip_all_but_two(made)
-    make = loaders_of(made, tail="drop")
-    whole = [plainly(batch) for batch in AllWorkers(make, (1, 1)).take(2 * (len(made.samples) // BATCH))]
-    seen = [sample for batch in whole[: len(whole) // 2] for sample in batch]
-    assert len(seen) == len(made.samples) // BATCH * BATCH
-    left = [plainly(sample) for sample in made.samples]
-    for sample in seen:
-        left.remove(sample)  # each comes once
-    draw = random.Random(3)
-    got: list[Any] = []
-    fleet: AllWorkers | None = None
-    while len(got) < len(whole):
-        shape = draw.choice([(1, 1), (1, 3), (2, 2), (3, 1), (4, 2)])
-        fleet = AllWorkers(make, shape, fleet)
-        for _ in range(min(draw.choice([0, 1, 2, 5]), len(whole) - len(got))):
-            fleet.lose(draw.randrange(shape[0] * shape[1]))
-            got += [plainly(batch) for batch in fleet.take(1)]
-    assert got == whole
 
 
 def in_parts(made: Made) -> list[str]:
@@ -174,42 +136,8 @@ def test_parts_of_remote_files_are_the_same(own: Made, tmp_path: Path, monkeypat
         assert [server.requests[name] for name in names] == [asked.count(name) for name in names], "read as a whole"
         assert sum(server.requests[name] for name in names) <= 2, "more than a sample and its header was fetched"
         assert [plainly(dataset[at]) for at in range(len(dataset))] == [plainly(sample) for sample in own.samples]
-        order: dict[str, Any] = {
-            "batch_size": BATCH,
-            "shuffle": True,
-            "shuffle_block": 16,
-            "seed": SEED,
-            "collate_fn": list,
-        }
-        whole = [plainly(batch) for batch in StreamingLoader(StreamingDataset(local=own.folder), **order)]
-        for fresh in ("cache", "other"):
-            remote = StreamingDataset(server.url, tmp_path / fresh)
-            assert [plainly(batch) for batch in StreamingLoader(remote, **order)] == whole
-            assert remote.fingerprint == StreamingDataset(local=own.folder).fingerprint
-
-
-def test_a_resume_is_a_look_up(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_all_but_two(made)
-    make = loaders_of(made)
-    batches = [plainly(batch) for batch in make()]
-    loader = make()
-    before = iter(loader)
-    for _ in range(len(batches) - 2):
-        next(before)
-    state = saved(loader.state_dict())
-    read: list[int] = []
-    plain = StreamingDataset.get_many
-
-    def counted(self: StreamingDataset, samples: Any) -> Any:
-        read.extend(samples.tolist())
-        return plain(self, samples)
-
-    monkeypatch.setattr(StreamingDataset, "get_many", counted)
-    other = make()
-    other.load_state_dict(state)
-    rest = [plainly(batch) for batch in other]
-    assert rest == batches[-2:]
-    assert len(read) == sum(map(len, rest)), "more was read than what is left"
+        with closing(StreamingDataset(local=own.folder)) as local:
+            assert dataset.fingerprint == local.fingerprint
 
 
 def test_other_sizes_are_found_on_opening(own: Made) -> None:

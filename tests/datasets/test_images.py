@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import struct
 import zlib
 from collections.abc import Callable, Iterator
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from image_uses import USES
-from PIL import Image, ImageFile, PngImagePlugin
+from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
@@ -21,7 +20,6 @@ from penstock.data import MDSWriter, StreamingDataset
 from penstock.data.formats.media import jpeg as jpeg_images
 from penstock.data.formats.media import png as png_images
 from penstock.data.formats.media.images import decode_jpeg, decode_jpeg_array, decode_png, decode_png_array
-from penstock.proto.errors import InvalidArgumentError, ShardCorruptError
 
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 """Samples of a pixel, by color type."""
@@ -114,25 +112,7 @@ def test_pixels_are_those_of_pillow(bits: int, color: int, interlace: bool) -> N
     assert (type(ours(png(bits, color))) is png_images.PngImage) == ((bits, color) in FAST)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
-def test_files_of_pillow_are_read(mode: str) -> None:
-    noise = np.random.default_rng(1).integers(0, 256, (40, 30, 4), np.uint8)
-    image = Image.fromarray(noise).convert("L").convert("I;16") if mode == "I;16" else None
-    image = image or Image.fromarray(noise, "RGBA").convert("RGB" if mode == "P" else mode).convert(mode)
-    options: list[dict[str, Any]] = [{}, {"optimize": True}, {"dpi": (72, 72)}, {"compress_level": 0}]
-    options += [{"transparency": 3}, {"transparency": b"\0\x10\x20"}] if mode == "P" else []
-    options += [{"transparency": 7}] if mode in ("L", "I;16") else []
-    options += [{"transparency": (1, 2, 3)}] if mode == "RGB" else []
-    for each in options:
-        file = BytesIO()
-        image.save(file, "PNG", **each)
-        assert_same(file.getvalue())
-
-
-OPTIONS: list[dict[str, Any]] = [
-    *({}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1}, {"quality": 100}, {"quality": 5}),
-    *({"restart_marker_rows": 1}, {"keep_rgb": True}),
-]
+OPTIONS: list[dict[str, Any]] = [{}, {"progressive": True}, {"subsampling": 1}, {"quality": 5}, {"keep_rgb": True}]
 JPEG_SIZES = [(1, 1), (17, 33), (64, 64), (63, 65), (2, 300)]
 
 
@@ -152,9 +132,7 @@ TEXT = chunk(b"tEXt", b"Title\0of it")
     "extra",
     [
         {"before": chunk(b"gAMA", bytes(2)) + TEXT},
-        {"before": chunk(b"gAMA", (45455).to_bytes(4, "big")) + chunk(b"sRGB", b"\0")},
         {"before": chunk(b"tRNS", b"\0\1\0\2\0\3")},
-        {"before": TEXT},
         {"before": TEXT[:-1] + b"?"},
         {"before": chunk(b"prVt", b"private")},
         {"after": TEXT},
@@ -170,14 +148,10 @@ def test_other_chunks_are_those_of_pillow(extra: dict[str, Any]) -> None:
         assert_same(file)
 
 
-def test_animation_gives_its_first_image() -> None:
-    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
-    file = BytesIO()
-    frames[0].save(file, "PNG", save_all=True, append_images=frames[1:])
-    assert_same(file.getvalue())
-    image = ours(file.getvalue())
-    image.seek(1)
-    assert image.getpixel((1, 1)) == (0, 0, 255)
+def changed(image: Any) -> Any:
+    np.asarray(image)
+    image.putpixel((1, 1), (1, 2, 3))
+    return image
 
 
 def drafted(image: Any) -> Any:
@@ -185,13 +159,8 @@ def drafted(image: Any) -> Any:
     return image
 
 
-def as_ycbcr(image: Any) -> Any:
-    image.draft("YCbCr", (64, 48))
-    return image
-
-
 @both
-@pytest.mark.parametrize("use", [*USES, drafted, as_ycbcr])
+@pytest.mark.parametrize("use", [changed, copy.deepcopy, drafted])
 def test_image_is_used_like_one_of_pillow(kind: str, use: Callable[[Any], Any]) -> None:
     file = MADE[kind]()
     assert np.array_equal(np.asarray(use(ours(file))), np.asarray(use(pillow(file))))
@@ -203,15 +172,6 @@ def test_pickled_image_is_one_of_pillow(kind: str) -> None:
     image = pickle.loads(pickle.dumps(ours(file)))
     assert type(image) is type(pillow(file))
     assert image == pillow(file)
-
-
-def test_array_cannot_change_the_image() -> None:
-    image = ours(jpeg())
-    pixels = np.asarray(image)
-    with pytest.raises(ValueError, match="read-only"):
-        pixels[:] = 0
-    image.load()
-    assert np.array_equal(pixels, np.asarray(image))
 
 
 def outcome(opened: Callable[[bytes], Any], file: bytes) -> tuple[str, str | bytes]:
@@ -236,7 +196,7 @@ def damaged(whole: bytes, count: int) -> Iterator[bytes]:
 @pytest.mark.filterwarnings("ignore")  # of Pillow, about animations
 def test_damaged_file_gives_the_result_of_pillow(whole: bytes) -> None:
     found = set()
-    for file in damaged(whole, 150 if whole[1:4] == b"PNG" else 400):
+    for file in damaged(whole, 80 if whole[1:4] == b"PNG" else 200):
         expected = outcome(pillow, file)
         assert outcome(ours, file) == expected
         if whole[1:4] == b"PNG":
@@ -268,30 +228,6 @@ def test_huge_image_is_refused_as_by_pillow(kind: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(Image.DecompressionBombError):
         array(MADE[kind]())
-
-
-@pytest.mark.parametrize(
-    ("kind", "file"),
-    [("png", png()[:-200]), *(("jpeg", file) for file in (jpeg()[:-200], b"no image", jpeg()[:20]))],
-    ids=range(4),
-)
-def test_damaged_array_names_its_sample(kind: str, file: bytes, tmp_path: Path) -> None:
-    with MDSWriter(tmp_path / "bytes", {kind: "bytes"}) as shards:
-        shards.write({kind: file})
-    index = tmp_path / "bytes" / "index.json"
-    index.write_text(index.read_text().replace('"bytes"]', f'"{kind}"]'))
-    with pytest.raises(ShardCorruptError, match=rf"shard.00000.mds.*sample 0, column '{kind}'"):
-        StreamingDataset(tmp_path / "bytes", images="array")[0]
-
-
-def test_pillow_does_not_decode_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load_read", None)
-    for bits, color in sorted(FAST):
-        assert np.asarray(ours(png(bits, color))).shape[:2] == array(png(bits, color)).shape[:2] == (48, 64)
-    image = ours(jpeg())
-    np.asarray(image)
-    assert image.tile, "Pillow has decoded it"
-    assert ours(jpeg("CMYK")).__class__ is not jpeg_images.JpegImage
 
 
 @pytest.mark.parametrize(
@@ -335,8 +271,3 @@ def test_arrays_are_those_of_the_images(folder: str) -> None:
                 assert (type(pixels), pixels.dtype, pixels.shape) == (np.ndarray, expected.dtype, expected.shape)
                 assert np.array_equal(pixels, expected)
                 assert pixels.flags.writeable
-
-
-def test_kind_of_images_is_checked(folder: str) -> None:
-    with pytest.raises(InvalidArgumentError, match='images must be "pil" or "array", got \'tensor\''):
-        StreamingDataset(folder, images="tensor")  # type: ignore[arg-type]

@@ -12,22 +12,6 @@ from forked import join_all
 from penstock.data.cache.file_locks import take
 
 
-def test_shared_by_many_or_had_by_one(tmp_path: Path) -> None:
-    path = str(tmp_path / "lock")
-    first, second = take(*os.path.split(path), shared=True), take(*os.path.split(path), shared=True)
-    assert first
-    assert second
-    assert take(*os.path.split(path), shared=False) is None
-    first.release()
-    first.release()
-    assert take(*os.path.split(path), shared=False) is None
-    second.release()
-    alone = take(*os.path.split(path), shared=False)
-    assert alone
-    assert take(*os.path.split(path), shared=True) is None
-    alone.release()
-
-
 def test_forked_child_has_no_locks_of_its_parent(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     lock = take(*os.path.split(path), shared=False)
@@ -78,13 +62,4 @@ def test_file_removed_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.Mo
     lock = take(*os.path.split(path), shared=False)
     assert lock
     assert take(*os.path.split(path), shared=False) is None
-    lock.release()
-
-
-def test_the_text_is_the_last_that_was_written(tmp_path: Path) -> None:
-    lock = take(str(tmp_path), "lock", shared=False)
-    assert lock
-    lock.write(b"longer\n")
-    lock.write(b"short\n")
-    assert lock.read() == b"short\n"
     lock.release()

@@ -17,12 +17,10 @@ from format_folders import FOLDERS_BESIDE, Made
 from tests.datasets.test_format_contract import (  # noqa: F401
     dataset,
     own,
-    test_a_resume_is_a_look_up,
     test_damage_is_an_error_or_other_values,
     test_files_cut_while_open_are_named,
     test_forked_and_pickled_readers_agree,
     test_missing_files_are_named,
-    test_order_holds_on_any_topology,
     test_other_sizes_are_found_on_opening,
     test_samples_are_the_librarys,
     test_values_outlive_reader_and_files,
