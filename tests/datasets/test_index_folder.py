@@ -213,6 +213,18 @@ def test_missing_index_names_the_remedy(tmp_path: Path) -> None:
         StreamingDataset(tmp_path)
 
 
+@pytest.mark.parametrize("byte", [0, 16, 32, 50], ids=["magic", "size", "records", "offset"])
+def test_damaged_offsets_are_named(tmp_path: Path, byte: int) -> None:
+    write(tmp_path / "a.jsonl", range(5))
+    index_folder(tmp_path)
+    path = tmp_path / "a.jsonl.penstock-index"
+    table = bytearray(path.read_bytes())
+    table[byte] ^= 1
+    path.write_bytes(table)
+    with pytest.raises(ShardCorruptError, match=r"a\.jsonl\.penstock-index.* Write the index again"):
+        StreamingDataset(tmp_path)[0]
+
+
 # ---- several processes
 
 
