@@ -260,6 +260,15 @@ def test_truncated_files_are_named(stream: bool, tmp_path: Path) -> None:
         opened(tmp_path / "nothing.arrow")
 
 
+def test_a_damaged_name_of_a_column_is_found(tmp_path: Path) -> None:
+    table = pyarrow.table({"number": [1], "struct": [{"within": 1}]})
+    for name, damaged in ((b"number", b"n\xffmber"), (b"within", b"w\xffthin")):
+        path = write(tmp_path / "a.arrow", table, stream=True)
+        path.write_bytes(path.read_bytes().replace(name, damaged))
+        with pytest.raises(ShardCorruptError, match=r"a.arrow must be an Arrow IPC file: .*invalid start byte"):
+            opened(path)
+
+
 def test_equal_names_of_columns_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", numbers(3).rename_columns(["a", "a"]))
     with pytest.raises(DatasetError, match=r"a\.arrow: the names of columns must be unique, got a, a"):

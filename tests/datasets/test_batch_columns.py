@@ -20,6 +20,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from penstock.data import LanceRows, MapLoader, StreamingDataset, StreamingLoader, index_folder, index_parquet
+from penstock.data.formats.arrow.reader import ArrowReader, index_arrow
 from penstock.data.loading import collating, map_reading
 from penstock.proto.errors import ShardCorruptError
 from penstock.proto.state.assignment import Assignment, assigned
@@ -320,3 +321,18 @@ def test_damage_is_named_as_by_rows(kind: str, tmp_path: Path) -> None:
         check_same(outcome(columns), expected)
     assert outcome(columns) == expected
     assert expected[0] is ShardCorruptError
+
+
+def test_a_closed_reader_gives_no_columns(tmp_path: Path) -> None:
+    """Not even of what it has kept in memory, as by row."""
+    arrow(tmp_path, table_of(["int64"], 9), 9)
+    path = tmp_path / "b.arrow"
+    reader = ArrowReader(index_arrow(path, path.name), path)
+    rows = np.array([0, 2, 4])
+    for _ in range(3):
+        found = reader.get_columns(rows)
+        assert found is not None
+        assert list(found["int64"]) == [3 - 2**62, 5 - 2**62, 7 - 2**62]
+    reader.close()
+    with pytest.raises(ValueError, match="closed"):
+        reader.get_columns(rows)

@@ -285,7 +285,7 @@ def test_counts_go_on_in_another_version(tmp_path: Path) -> None:
 
 def test_state_without_counts_and_with_others() -> None:
     def made(**options: Any) -> MapLoader:
-        return MapLoader(Words(), batch_size=5, seed=1, collate_fn=list, reseed=False, **options)
+        return MapLoader(Words(), batch_size=5, seed=1, collate_fn=list, **options)
 
     plain, counted = made(), made(counts=Counts(by="language"))
     for loader in (plain, counted):

@@ -213,7 +213,7 @@ def test_missing_index_names_the_remedy(tmp_path: Path) -> None:
         StreamingDataset(tmp_path)
 
 
-@pytest.mark.parametrize("byte", [0, 16, 32, 50], ids=["magic", "size", "records", "offset"])
+@pytest.mark.parametrize("byte", [0, 16, 32, 56], ids=["magic", "size", "records", "offset"])
 def test_damaged_offsets_are_named(tmp_path: Path, byte: int) -> None:
     write(tmp_path / "a.jsonl", range(5))
     index_folder(tmp_path)
