@@ -34,16 +34,5 @@ class Drawn:
         self.done = state["done"]
 
 
-class Liar(Drawn):
-    """Restored, it goes on one batch too late."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done = state["done"] + 1
-
-
 def drawn(count: int) -> Drawn:
     return Drawn(count)
-
-
-def liar(count: int) -> Drawn:
-    return Liar(count)

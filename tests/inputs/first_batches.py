@@ -33,10 +33,6 @@ class Kept:
         self.done = state["done"]
 
 
-class Vouched(Kept):
-    exact_states = True
-
-
 class Scalars(Kept):
     """What slot 1 draws, from its second batch on, is a value without rows."""
 

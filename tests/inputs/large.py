@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from penstock.worker import current_assignment
 
@@ -22,22 +20,3 @@ def of_all_kinds(count: int) -> Iterator[list[torch.Tensor]]:
     for number in range(count):
         sizes = [size + 64 * (number % 5) for size in SIZES[number % len(SIZES)]]
         yield [torch.from_numpy(rng.integers(0, 256, size, np.uint8)) for size in sizes]
-
-
-class Noisy(Dataset[dict[str, Any]]):
-    """Images and masks, and between them labels with noise from a generator that no state contains."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(5)
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, k: int) -> dict[str, Any]:
-        image = torch.full((3, 64, 64), float(k))
-        label = k if self.rng.random() < 0.7 else int(self.rng.integers(1000))
-        return {"image": image, "label": label, "mask": image + 1}
-
-
-def noisy_labels() -> DataLoader[dict[str, Any]]:
-    return DataLoader(Noisy(), 4, shuffle=True)

@@ -21,15 +21,6 @@ def math() -> LogicalShards:
     return numbers(2000)
 
 
-def few() -> LogicalShards:
-    """A source that does not fit: it has fewer shards."""
-    return LogicalShards([range(9)], shards=2)
-
-
-def broken() -> LogicalShards:
-    raise RuntimeError("no such source on this worker")
-
-
 def train(
     schedule: Mapping[int, Mapping[str, float]] | None = None, *, more: bool = False, keys: str | None = None
 ) -> ShardLoader:

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -474,30 +473,6 @@ class RaisesOnceRestored:
 
 def raises_once_restored() -> Any:
     return RaisesOnceRestored()
-
-
-class NeverTheSame:
-    """Two methods, of which one says when it was asked: no two of its states are equal."""
-
-    def __init__(self) -> None:
-        self.first = first_row()
-        self.done = 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for at in range(self.done, ROWS, 4):
-            self.done = at + 4
-            yield {"row": torch.arange(at, at + 4) + self.first}
-        self.done = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done, "asked": str(uuid.uuid4())}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done = state["done"]
-
-
-def never_the_same() -> Any:
-    return NeverTheSame()
 
 
 def prepare() -> None:

@@ -35,12 +35,9 @@ def uninterrupted(make: Callable[..., Any], steps: int, **options: Any) -> list[
     [
         (third_party.stream, Chain(OVER, lost=True)),  # torchdata counts its fast-forward twice
         (third_party.shuffled_stream, Chain(INSIDE)),  # a generator that no state holds
-        (third_party.weighted_sampler, Chain(ENDS, announced=True)),
         (third_party.nodes_random, Chain(ENDS)),  # once restored, it draws at another moment
         (third_party.nodes_weighted, Chain(OVER)),  # restored, its next epoch has another length
-        (third_party.begins_where_it_was, Chain(OVER, lost=True)),
         (third_party.raises_once_restored, Chain(OVER, lost=True)),
-        (third_party.never_the_same, Chain(OVER, lost=True)),
         (four_methods.summed, Chain(OVER, lost=True)),  # adds what former launches streamed
         (four_methods.shard_per_worker, Chain(ENDS, announced=True, lost=True)),  # restored at an end, it ends no epoch
         (streams.generator, Chain(INSIDE)),  # made again from the beginning
@@ -153,18 +150,3 @@ def test_edited_state_is_followed(appliance: Appliance) -> None:
     alone = four_methods.summed()
     expected = [plain(batch) for _ in range(2) for batch in alone][2:26]
     assert resumed(appliance, state, 24, four_methods.summed) == expected
-
-
-def test_launch_over_many_epochs_is_saved(appliance: Appliance) -> None:
-    """Each end is got over once: what is made twice at each would be made 2 ** 20 times in all."""
-    expected = uninterrupted(four_methods.shard_per_worker, 84, rows=8)
-    loader, start = DataLoader(four_methods.shard_per_worker, rows=8), 0
-    for stop in (8, 16, 84):
-        if start:
-            state = loader.state_dict()
-            loader = DataLoader(four_methods.shard_per_worker, rows=8)
-            loader.load_state_dict(state)
-        executor = DataExecutor(loader, num_steps=stop - start, appliance=appliance)
-        assert [plain(batch) for batch in executor] == expected[start:stop]
-        start = stop
-    loader.state_dict()

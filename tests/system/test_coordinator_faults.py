@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -135,35 +134,6 @@ def test_killed_around_each_kind_of_call(tmp_path: Path) -> None:
         assert user_state(got[1]) == user_state(whole[1])
     for before, after in zip(supervisor.generations, supervisor.generations[1:], strict=False):
         assert all(after[key] >= generation for key, generation in before.items() if key in after)
-
-
-def test_killed_and_restarted_in_mid_run(cluster: Cluster) -> None:
-
-    def train(job: str, *, kill: bool) -> tuple[list[object], dict[str, object]]:
-        with cluster.box(job) as appliance:
-            loader = DataLoader(streams.stateful, 400)
-            executor = DataExecutor(loader, num_steps=120, checkpoint_steps=50, appliance=appliance)
-            got: list[object] = []
-            for batch in executor:
-                got.append(batch.tolist())
-                if kill and executor.step == 20:
-                    cluster.coordinator.send_signal(signal.SIGKILL)
-                    cluster.coordinator.wait()
-                if kill and executor.step == 80:
-                    cluster.restart_coordinator()
-            state = loader.state_dict()
-        return got, state
-
-    whole, _ = train("not restarted", kill=False)
-    got, state = train("restarted", kill=True)
-    assert got == whole
-    again = DataLoader(streams.stateful, 400)
-    again.load_state_dict(state)
-    reference = DataLoader(streams.stateful, 400)
-    with cluster.box("after") as appliance:
-        rest = [batch.tolist() for batch in DataExecutor(again, num_steps=30, appliance=appliance)]
-        steps = DataExecutor(reference, num_steps=150, appliance=appliance)
-        assert [batch.tolist() for batch in steps][120:] == rest
 
 
 def patiently(loader: DataLoader, appliance: Appliance, digests: list[int | None], steps: int) -> None:

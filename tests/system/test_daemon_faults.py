@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,80 +46,6 @@ def cluster(shared: Cluster) -> Cluster:
 def add(cluster: Cluster, name: str = "") -> None:
     name = name or f"daemon {next(_numbers)}"
     _names[cluster.add_worker(13, allow="traps", name=name).pid] = name
-
-
-class Moments:
-    """Runs that one daemon's death meets at different moments."""
-
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster = cluster
-        self.folder = folder
-        folder.mkdir()
-        self.killed = threading.Event()
-        self.there = threading.Semaphore(0)
-
-    def release(self) -> None:
-        (self.folder / "input_fn released").touch()
-
-    def before_it_is_ready(self, job: str) -> list[int | None]:
-        loader = DataLoader(traps.waits_in_input_fn, str(self.folder))
-        with self.cluster.box(job) as here:
-            executor = DataExecutor(loader, num_steps=30, appliance=here)
-            return [executor.digest for _ in executor]
-
-    def in_the_middle_of_the_stream(self, job: str) -> list[int | None]:
-        return self._stopping(job, DataLoader(traps.trapped, "stateful 0", [], str(self.folder)))
-
-    def while_a_snapshot_is_sent(self, job: str) -> list[int | None]:
-        return self._stopping(job, DataLoader(traps.heavy, 400))
-
-    def _stopping(self, job: str, loader: DataLoader) -> list[int | None]:
-        digests = []
-        with self.cluster.box(job) as here:
-            executor = DataExecutor(loader, num_steps=60, appliance=here)
-            for _ in executor:
-                digests.append(executor.digest)
-                if executor.step == 21:
-                    self.there.release()
-                    assert self.killed.wait(60)
-        return digests
-
-
-MOMENTS: list[Callable[[Moments, str], list[int | None]]] = [
-    Moments.before_it_is_ready,
-    Moments.in_the_middle_of_the_stream,
-    Moments.while_a_snapshot_is_sent,
-]
-
-
-def test_killed_at_three_moments_with_free_workers(cluster: Cluster, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(len(MOMENTS)) as pool:
-        (first,) = cluster.workers
-        undisturbed = Moments(cluster, tmp_path / "whole")
-        undisturbed.release()
-        undisturbed.killed.set()
-        whole = list(pool.map(lambda moment: moment(undisturbed, f"whole {moment.__name__}"), MOMENTS))
-
-        moments = Moments(cluster, tmp_path / "markers")
-        runs = [pool.submit(moment, moments, moment.__name__) for moment in MOMENTS]
-        try:
-            for _ in range(2):
-                assert moments.there.acquire(timeout=30)
-            until((moments.folder / "input_fn reached").exists, 30, "nobody waits in input_fn")
-            add(cluster)
-            below = descendants(first.pid)
-            assert len(below) >= 1 + 6, "a fork server and six runners"
-            cluster.coordinator.send_signal(signal.SIGSTOP)
-            time.sleep(
-                2.5
-            )  # two uploads are due within it, and get no answer: nothing else would show that one is under way
-            first.kill()
-            cluster.coordinator.send_signal(signal.SIGCONT)
-        finally:
-            moments.release()
-            moments.killed.set()
-        assert [run.result(60) for run in runs] == whole
-        assert not alive(below)
 
 
 def test_killed_without_free_worker_and_restarted(cluster: Cluster) -> None:

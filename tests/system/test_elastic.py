@@ -15,7 +15,6 @@ import pytest
 from cluster import TOKEN, Cluster, Daemon, running
 
 from penstock.client import DataExecutor, DataLoader
-from penstock.proto.errors import UnknownWorkerError
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -162,35 +161,3 @@ def test_slots_go_to_workers_that_join(cluster: Cluster) -> None:
                 closing.enter_context(paced_worker(cluster, 4, name="second"))
 
         Watched(cluster, 4).run(lambda slots: on(slots) == ["kept", "kept", "second", "second"], act)
-
-
-def test_slot_leaves_a_worker_the_loop_waits_for(cluster: Cluster) -> None:
-    with (
-        paced_worker(cluster, 1, name="slow", batch_s=0.02),
-        paced_worker(cluster, 1, name="fast", batch_s=0.001),
-        ExitStack() as closing,
-    ):
-        closing.enter_context(aside(cluster))
-
-        def act(step: int) -> None:
-            if step == 40:
-                closing.close()  # there is room again
-
-        Watched(cluster, 2, step_s=0).run(lambda slots: on(slots) == ["fast", "kept"], act)
-
-
-def test_drain_is_withdrawn_and_unknown_one_named(cluster: Cluster) -> None:
-    def act(step: int) -> None:
-        if step == 20:
-            assert drain(cluster, "kept").stuck == 2
-        elif step == 60:
-            back(cluster)
-
-    def taken_back(slots: dict[int, pb.SlotView]) -> bool:
-        with CoordinatorClient(cluster.address, TOKEN) as client:
-            return watched.step > 60 and not any(worker.draining for worker in client.status().workers)
-
-    watched = Watched(cluster, 2)
-    watched.run(taken_back, act)
-    with pytest.raises(UnknownWorkerError, match="no worker 'other' is registered"):
-        drain(cluster, "other")

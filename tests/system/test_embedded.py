@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 from interpreters import start
-from main_script import outcome, start_script
+from main_script import start_script
 
 TESTS = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS / "inputs")}
 
-SCRIPT = """
-import sys
+ENDLESS = """
 import torch
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.worker import current_assignment
@@ -28,24 +27,15 @@ def data(batches):
     me = current_assignment()
     return [torch.tensor(n) for n in range(me.global_worker_id, batches, me.total_num_workers)]
 
-def main():
-    with Appliance(num_workers_per_box=2) as appliance:
-        got = [int(b) for b in DataExecutor(DataLoader(data, 6), appliance=appliance)]
-        print("got", got, flush=True)
-"""
-GUARD = """
 if __name__ == "__main__":
-    main()
+    with Appliance(num_workers_per_box=2) as appliance:
+        for batch in DataExecutor(DataLoader(data, 6), num_steps=10**9, appliance=appliance):
+            print("step", flush=True)
 """
 
 
 def run(*command: str, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**ENVIRONMENT, **extra}, capture_output=True, text=True, timeout=100)
-
-
-def unexpected(stderr: str) -> list[str]:
-    """Return the lines besides those about a wait on a busy machine."""
-    return [line for line in stderr.splitlines() if not line.startswith("penstock: waiting for ")]
 
 
 def marked(mark: str) -> dict[int, str]:
@@ -81,24 +71,6 @@ def left_after(mark: str, seconds: float) -> dict[int, str]:
     return left
 
 
-def test_an_input_fn_in_the_main_script(tmp_path: Path, mark: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT + GUARD)
-    done = run(sys.executable, str(script), TEST_MARK=mark)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "got [0, 1, 2, 3, 4, 5]"
-    assert not unexpected(done.stderr)
-    assert not left_after(mark, 15)
-
-
-def test_a_main_script_without_a_guard_says_so(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT + "\nmain()\n")
-    status, _, said = outcome(script, ENVIRONMENT)
-    assert status != 0
-    assert 'if __name__ == "__main__"' in said
-
-
 def test_python_minus_c() -> None:
     """Run a program with importable input_fns, one of which prints, and with an input_fn of its own, which is sent by
     value."""
@@ -120,18 +92,7 @@ print(list(DataLoader(data, 3)))
 
 def test_killed_trainer_leaves_nothing(tmp_path: Path, mark: str) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        SCRIPT.replace(
-            "for b in DataExecutor(DataLoader(data, 6), appliance=appliance)]", "for b in forever(appliance)]"
-        )
-        + """
-def forever(appliance):
-    for batch in DataExecutor(DataLoader(data, 6), num_steps=10**9, appliance=appliance):
-        print("step", flush=True)
-        yield batch
-"""
-        + GUARD
-    )
+    script.write_text(ENDLESS)
     with tempfile.TemporaryDirectory() as temporary:  # other tests leave things in the common one meanwhile
         trainer = start_script(script, {**ENVIRONMENT, "TEST_MARK": mark, "TMPDIR": temporary})
         assert trainer.stdout is not None

@@ -30,11 +30,10 @@ def killed(appliance: Appliance, make: Any, *, entropy: bool, steps: int = 1, **
 
 
 @pytest.mark.filterwarnings("ignore:.*recovered")
-@pytest.mark.parametrize("make", [first_batches.Kept, first_batches.Vouched])
-def test_other_first_batch_is_an_error(appliance: Appliance, make: Any) -> None:
+def test_other_first_batch_is_an_error(appliance: Appliance) -> None:
     with pytest.raises(ReplayMismatchError, match=r"\(box 0, slot 1\): epoch 0 does not begin with the batch"):
-        killed(appliance, make, entropy=True)
-    assert killed(appliance, make, entropy=False) == 2
+        killed(appliance, first_batches.Kept, entropy=True)
+    assert killed(appliance, first_batches.Kept, entropy=False) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*recovered")
@@ -47,4 +46,3 @@ def test_value_without_rows_is_compared(appliance: Appliance) -> None:
     """With digests that are sums over rows, too."""
     with pytest.raises(ReplayMismatchError, match=r"\(box 0, slot 1\).*has not made the batches"):
         killed(appliance, first_batches.Scalars, entropy=True, steps=4, digest="rows")
-    assert killed(appliance, first_batches.Scalars, entropy=False, steps=4, digest="rows") == 2

@@ -25,21 +25,3 @@ def test_stream_digest_is_that_of_the_batches(
             position.deliver(replay_digest.take(batch)[0])
         assert executor.digest == position.chain
         assert executor.stats.corrupt == 0
-
-
-def test_labels_between_large_leaves_are_compared(appliance: Appliance) -> None:
-    """The stream of an interrupted run has the labels of the whole one, although a state has none of their noise."""
-
-    def labels(loader: DataLoader, steps: int) -> list[list[int]]:
-        return [batch["label"].tolist() for batch in DataExecutor(loader, num_steps=steps, appliance=job)]
-
-    with beside(appliance, num_workers_per_box=1, replay=True) as job:
-        whole = labels(DataLoader(large.noisy_labels), 18)
-    with beside(appliance, num_workers_per_box=1, replay=True) as job:
-        loader = DataLoader(large.noisy_labels)
-        got = labels(loader, 9)
-        state = loader.state_dict()
-    with beside(appliance, num_workers_per_box=1, replay=True) as job:
-        loader = DataLoader(large.noisy_labels)
-        loader.load_state_dict(state)
-        assert got + labels(loader, 9) == whole

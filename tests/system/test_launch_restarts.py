@@ -6,23 +6,18 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import launch_counts
 import pytest
 from chains import runners
-from cluster import TOKEN, Cluster, running
+from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.stream import open_run
-from penstock.proto.rpc.calls import CoordinatorClient
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was recovered", "ignore:.*moved to")
 
@@ -51,9 +46,13 @@ def offered(loader: DataLoader) -> None:
 
 
 def restarts(loader: DataLoader) -> list[str]:
-    """Texts of the coordinator's events of restarts, since its own start."""
+    """Texts of the coordinator's events of restarts of this run."""
     run: Any = loader._session.run  # type: ignore[union-attr]
-    return [event.text for event in run._client.status().events if event.kind == "run restarted"]
+    return [
+        event.text
+        for event in run._client.status().events
+        if (event.kind, event.run) == ("run restarted", "restarts/0")
+    ]
 
 
 def kill(number: int, before: set[int]) -> None:
@@ -69,7 +68,7 @@ def follow(executor: DataExecutor, at: dict[int, Callable[[], None]]) -> None:
         at.get(executor.step, lambda: None)()
 
 
-def test_all_slots_restart_from_the_newest_saved_state(tmp_path: Path) -> None:
+def test_all_slots_restart_from_the_newest_saved_state(appliance: Appliance, tmp_path: Path) -> None:
     """Again and again, and states that are saved afterwards are right."""
     log, before, seen, states = tmp_path / "log", runners(), [], {}
     loader = DataLoader(launch_counts.Dealt, str(log), 0.01)
@@ -83,8 +82,8 @@ def test_all_slots_restart_from_the_newest_saved_state(tmp_path: Path) -> None:
         seen.append(log.read_text().splitlines())
         kill(number, before)
 
-    with Appliance(num_workers_per_box=2, seed=7, replay_s=0.2) as appliance:
-        executor = DataExecutor(loader, num_steps=260, appliance=appliance)
+    with beside(appliance, num_workers_per_box=2, replay_s=0.2, job="restarts") as job:
+        executor = DataExecutor(loader, num_steps=260, appliance=job)
         events = {80: lambda: save(80), 91: lambda: save(91), 100: lambda: lose(0), 121: lambda: save(121)}
         events |= {160: lambda: save(160), 170: lambda: lose(1), 200: lambda: save(200)}
         follow(executor, events)
@@ -96,72 +95,7 @@ def test_all_slots_restart_from_the_newest_saved_state(tmp_path: Path) -> None:
         firsts = {batches[0] for batches in made_after(log, made).values()}
         assert {step, step + 1} <= firsts, "both slots begin there"
     assert {step: state["batches"] for step, state in states.items()} == {80: 80, 91: 91, 121: 121, 160: 160, 200: 200}
-    with Appliance(num_workers_per_box=3, seed=7) as appliance:
+    with beside(appliance, num_workers_per_box=3) as job:
         again = DataLoader(launch_counts.Dealt, str(log))
         again.load_state_dict(states[200])
-        follow(DataExecutor(again, num_steps=20, appliance=appliance), {})
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with running(tmp_path / "state") as cluster:
-        for name in ("w1", "w2"):
-            cluster.add_worker(4, name=name, allow="launch_counts")
-        yield cluster
-
-
-def test_two_boxes_over_all_faults(cluster: Cluster, tmp_path: Path) -> None:
-    """A runner is killed, and another one in its restart; the coordinator is killed and started again; another runner
-    is killed; a worker drains. Each time all slots continue together, and the states are right."""
-    log, states, restarted = tmp_path / "log", [], []
-    meet = threading.Barrier(2, timeout=60)
-
-    def lose(worker: int) -> None:
-        """Kill the newest living process that made batches as this worker of the run."""
-        for line in reversed(log.read_text().splitlines()):
-            pid, batch = map(int, line.split())
-            with suppress(ProcessLookupError):
-                if batch % 4 == worker:
-                    os.kill(pid, signal.SIGKILL)
-                    return
-
-    def restart_coordinator() -> None:
-        cluster.coordinator.kill()
-        cluster.restart_coordinator()
-
-    def drain() -> None:
-        with CoordinatorClient(cluster.address, TOKEN) as client:
-            client.drain("w1")
-
-    faults: dict[int, Callable[[], None]] = {
-        100: partial(lose, 0),
-        104: partial(lose, 3),
-        140: restart_coordinator,
-        144: partial(lose, 1),
-    }
-    faults |= {200: drain, 260: partial(lose, 2)}
-
-    def train(number: int) -> list[int]:
-        loader, got = DataLoader(launch_counts.Dealt, str(log), 0.01), []
-        with cluster.box("job", box=number, num_boxes=2, num_workers_per_box=2, replay_s=0.2) as appliance:
-            executor = DataExecutor(loader, num_steps=300, checkpoint_steps=30, appliance=appliance)
-            for batch in executor:
-                got.append(int(batch[0]))
-                meet.wait()
-                if executor.step % 30 == 0:
-                    states.append((executor.step, loader.state_dict()["batches"]))
-                    if number == 0:
-                        offered(loader)
-                if number == 0:
-                    faults.get(executor.step, lambda: None)()
-                meet.wait()
-            restarted.extend(restarts(loader) if number == 0 else [])
-        return got
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(train, range(2))
-    # the workers of box 0 are 0 and 1 of 4, those of box 1 are 2 and 3
-    assert first == [4 * (step // 2) + step % 2 for step in range(300)]
-    assert second == [4 * (step // 2) + 2 + step % 2 for step in range(300)]
-    assert states == [(step, 2 * step) for step in range(30, 301, 30) for _ in range(2)]
-    assert len(restarted) >= 2, restarted
+        follow(DataExecutor(again, num_steps=20, appliance=job), {})

@@ -49,27 +49,6 @@ def test_leaking_runner_is_replaced_exactly(cluster: Cluster) -> None:
         assert executor.stats.recoveries >= 2
 
 
-@room_to_leak
-def test_leaking_epoch_is_restored_rather_than_made_again(cluster: Cluster) -> None:
-    """A pure loader leaks 200 MiB, 25 MiB a second, whose snapshots lie too near to be trusted."""
-    with cluster.box("pure", num_workers_per_box=1) as appliance:
-        executor = DataExecutor(DataLoader(hazards.leaks, 1, 0, 200, 0.0, False), appliance=appliance)
-        with pytest.warns(UserWarning, match=r"was replaced .* above the limit of 150 MiB"):
-            got = [batch["number"] for batch in executor]
-        assert got == list(range(1, 201))
-
-
-@room_to_leak
-def test_rare_snapshots_do_not_repeat_all_replays(cluster: Cluster) -> None:
-    """Take snapshots every 5 s, because a state takes 0.05 s: the second runner is above the limit when it has replayed
-    what the first one made."""
-    with at(cluster, "dear") as appliance:
-        executor = DataExecutor(DataLoader(hazards.leaks, 2, 0, 150, 0.05), appliance=appliance)
-        with pytest.warns(UserWarning, match=r"was replaced .* above the limit of 150 MiB"):
-            got = [batch["number"] for batch in executor]
-        assert got == list(range(1, 151))
-
-
 def test_too_small_memory_limit_is_a_named_error(cluster: Cluster) -> None:
     with (
         at(cluster, "large") as appliance,

@@ -14,7 +14,6 @@ from typing import Any
 
 import mapped
 import pytest
-import streams
 import torch
 from census import children
 
@@ -38,12 +37,9 @@ def numbers(count: int) -> list[torch.Tensor]:
     return [torch.tensor(number) for number in range(count)]
 
 
-def interrupted(error: type[BaseException]) -> Any:
-    def stream() -> Any:
-        yield torch.tensor(0)
-        raise error
-
-    return stream()
+def interrupted() -> Any:
+    yield torch.tensor(0)
+    raise BdbQuit
 
 
 def stops() -> Any:
@@ -86,21 +82,16 @@ def test_a_worker_says_where_a_breakpoint_works(appliance: Appliance) -> None:
     assert "PENSTOCK_NUM_WORKERS_PER_BOX=0" in str(caught.value)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, BdbQuit])
-def test_the_users_own_stop_is_raised_as_it_is(error: type[BaseException]) -> None:
+def test_the_users_own_stop_is_raised_as_it_is() -> None:
     with Appliance(num_workers_per_box=0) as appliance:
-        executor = DataExecutor(DataLoader(interrupted, error), num_steps=2, appliance=appliance)
-        with pytest.raises(error):
+        executor = DataExecutor(DataLoader(interrupted), num_steps=2, appliance=appliance)
+        with pytest.raises(BdbQuit):
             list(executor)
 
 
-@pytest.mark.parametrize("broken", ["building", "batch"])
-def test_a_traceback_has_the_users_frames_once(broken: str) -> None:
-    input_fn, arguments = (
-        (streams.raises, {}) if broken == "building" else (mapped.mapped, {"broken": 0, "batch_size": 2})
-    )
+def test_a_traceback_has_the_users_frames_once() -> None:
     with Appliance(num_workers_per_box=0) as appliance, pytest.raises(InputFnError) as caught:
-        list(DataExecutor(DataLoader(input_fn, **arguments), appliance=appliance))
+        list(DataExecutor(DataLoader(mapped.mapped, broken=0, batch_size=2), appliance=appliance))
     assert caught.value.__cause__ is not None
     text = "".join(traceback.format_exception(caught.value))
     assert text.count("remote traceback") == 0

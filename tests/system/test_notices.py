@@ -6,6 +6,7 @@ from itertools import islice
 
 import notices
 import pytest
+from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 
@@ -14,10 +15,14 @@ def lines(caplog: pytest.LogCaptureFixture, of: str) -> list[str]:
     return [record.message for record in caplog.records if of in record.message]
 
 
-def test_a_loader_that_keeps_its_place_is_told(
+def test_who_keeps_a_place_is_told_and_who_is_told_the_epoch_is_not(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with Appliance(num_workers_per_box=2, seed=7, timeout_s=60) as appliance:
+        with beside(appliance, num_workers_per_box=1) as alone:
+            assert list(DataExecutor(DataLoader(notices.told), 12, appliance=alone))[6] == 101
+        assert not lines(caplog, "has state methods and no set_epoch")
+        assert "have equal batches" not in capfd.readouterr().err
         loader = DataLoader(notices.places)
         first = list(DataExecutor(loader, appliance=appliance))
         assert list(DataExecutor(loader, appliance=appliance)) == first == [n // 2 + 1 for n in range(12)]
@@ -29,13 +34,3 @@ def test_a_loader_that_keeps_its_place_is_told(
     said = capfd.readouterr().err
     assert said.count("Places.place changed during epoch 0") == 1
     assert said.count("epochs 0 and 1 have equal batches") == 1
-
-
-def test_a_loader_that_is_told_its_epoch_is_not(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with Appliance(num_workers_per_box=1, seed=7, timeout_s=60) as appliance:
-        loader = DataLoader(notices.told)
-        assert list(DataExecutor(loader, 12, appliance=appliance))[6] == 101
-    assert not lines(caplog, "has state methods and no set_epoch")
-    assert "have equal batches" not in capfd.readouterr().err

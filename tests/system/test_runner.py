@@ -35,6 +35,7 @@ def look(appliance: Appliance) -> list[dict[str, Any]]:
 
 def test_seeds_follow_from_run_seed_and_slot(appliance: Appliance, alone: dict[str, Any]) -> None:
     one, two = look(appliance), look(appliance)
+    assert [seen["place"] for seen in one] == [[0, 1, 0, 2, 7, 1], [0, 1, 1, 2, 7, 1]]
     assert [seen["numbers"] for seen in one] == [seen["numbers"] for seen in two]
     assert one[0]["numbers"] != one[1]["numbers"]
     assert one[0]["hash"] == one[1]["hash"] == two[0]["hash"]
@@ -59,12 +60,6 @@ def test_a_start_reports_what_it_waits_for(appliance: Appliance, tmp_path: Path)
     until(lambda: not any(view.start_stage for view in run.views), what="no slot starts any more")
 
 
-def test_the_place_of_each_worker(appliance: Appliance) -> None:
-    assert [seen["place"] for seen in look(appliance)] == [[0, 1, 0, 2, 7, 1], [0, 1, 1, 2, 7, 1]]
-    outside = current_assignment()
-    assert (outside.global_worker_id, outside.total_num_workers) == (0, 1)
-
-
 def test_no_threads_no_grpc_no_cuda_no_secrets(alone: dict[str, Any]) -> None:
     assert alone["threads"] == 1
     assert alone["torch_threads"] == 1
@@ -72,16 +67,6 @@ def test_no_threads_no_grpc_no_cuda_no_secrets(alone: dict[str, Any]) -> None:
     assert alone["cuda"] == ""
     assert alone["leads_group"]
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "PENSTOCK_TOKEN"} & set(alone["environment"])
-
-
-def test_forks_of_user_code_die_with_the_runner(appliance: Appliance, tmp_path: Path) -> None:
-    """The forked child keeps the lane's socket open: its end of file is no sign of life or death."""
-    marker = tmp_path / "child"
-    executor = DataExecutor(DataLoader(streams.forks_and_dies, str(marker)), appliance=appliance)
-    with pytest.warns(UserWarning, match="SIGKILL"):
-        got = [int(batch) for batch in executor]
-    assert got == [number for number in range(10) for _ in range(2)]
-    assert not Path(f"/proc/{marker.read_text()}").exists()
 
 
 def test_runners_end_with_their_appliance(alone: dict[str, Any]) -> None:

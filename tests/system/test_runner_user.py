@@ -29,7 +29,9 @@ from penstock.worker.processes.runner_user import find_user
 NOBODY = "nobody"
 UNNAMED = "61234"
 """A user that the system's database does not have, as in a container; and of whom nothing else runs."""
-BATCHES = 5000
+MOST = 20
+"""Processes that the user may have."""
+BATCHES = 2000
 """More than lie ready when the runner is killed."""
 
 
@@ -43,9 +45,13 @@ def container() -> Sequence[str]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, container: Sequence[str]) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as cluster:
-        cluster.add_worker(4, "--runner-user", NOBODY, allow="users", name="w", before=container)
-        yield cluster
+    """Its runners' user cannot enter the worker's temporary folder."""
+    limits = ["--runner-user", UNNAMED, "--runner-processes", str(MOST)]
+    with tempfile.TemporaryDirectory(dir="/tmp") as private:  # of a name that is short enough for sockets below it
+        with running(tmp_path_factory.mktemp("state"), TMPDIR=private) as cluster:
+            cluster.add_worker(4, *limits, allow="users", name="w", before=container)
+            yield cluster
+        assert os.listdir(private) == []
 
 
 def told(cluster: Cluster, job: str, loader: DataLoader, steps: int) -> list[Any]:
@@ -74,10 +80,16 @@ def refused(before: Sequence[str], *arguments: str) -> str:
 
 
 def test_user_code_has_another_users_rights(cluster: Cluster, tmp_path: Path) -> None:
-    daemon, nobody = cluster.workers[0].pid, pwd.getpwnam(NOBODY)
+    daemon, user = cluster.workers[0].pid, int(UNNAMED)
     for number, path in enumerate((secret(tmp_path), f"/proc/{daemon}/environ")):
-        rows = told(cluster, f"rights{number}", DataLoader(users.tells, 6, path, daemon), 4)
-        assert rows == [[number, nobody.pw_uid, nobody.pw_gid, False, False, False, True] for number in (1, 2, 3, 4)]
+        rows = told(cluster, f"rights{number}", DataLoader(users.tells, 6, path, daemon), 1)
+        assert rows == [[1, user, user, False, False, False, True]]
+
+
+def test_it_may_start_processes_up_to_its_limit(cluster: Cluster) -> None:
+    assert len(told(cluster, "elsewhere", DataLoader(users.in_processes), 4)) == 4
+    (((started,),)) = told(cluster, "many", DataLoader(users.many, 3 * MOST), 1)
+    assert 0 < started < MOST  # the runner itself is one
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
@@ -117,21 +129,6 @@ def test_a_lost_runner_and_a_state_in_between(cluster: Cluster) -> None:
         loader.load_state_dict(state)
         rows = [batch.tolist() for batch in DataExecutor(loader, num_steps=100, appliance=appliance)]
         assert [row[0] for row in rows] == list(range(51, 151))
-
-
-def test_a_number_is_user_enough(tmp_path: Path, container: Sequence[str]) -> None:
-    """Run as a user whose processes are counted, and who cannot enter root's temporary folder."""
-    most = 20
-    limits = ["--runner-user", UNNAMED, "--runner-processes", str(most)]
-    with tempfile.TemporaryDirectory(dir="/tmp") as private:  # of a name that is short enough for sockets below it
-        with running(tmp_path / "state", TMPDIR=private) as cluster:
-            daemon = cluster.add_worker(1, *limits, allow="users", before=container).pid
-            ((_, *rights),) = told(cluster, "number", DataLoader(users.tells, 2, secret(tmp_path), daemon), 1)
-            assert len(told(cluster, "elsewhere", DataLoader(users.in_processes), 4)) == 4
-            (((started,),)) = told(cluster, "many", DataLoader(users.many, 3 * most), 1)
-        assert os.listdir(private) == []
-    assert rights == [int(UNNAMED), int(UNNAMED), False, False, False, True]
-    assert 0 < started < most  # the runner itself is one
 
 
 # ---- what is refused, and what is said

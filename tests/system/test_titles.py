@@ -64,11 +64,3 @@ def test_title_leaves_the_environment(title: str) -> None:
 
     assert reap(fork(child)) == 0
     assert Path("/proc/self/cmdline").read_bytes() == was
-
-
-def test_missing_address_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    was = Path("/proc/self/cmdline").read_bytes()
-    for stat in ("", "1 (a) S " + "0 " * 60, "1 (a) S x"):
-        monkeypatch.setattr(Path, "read_text", lambda _, stat=stat: stat)
-        title_process("nothing")
-    assert Path("/proc/self/cmdline").read_bytes() == was

@@ -13,7 +13,6 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from family import alive, fork_servers, memory_of, runners
 from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.testing import FakeAppliance
 from penstock.proto import errors
 from penstock.runtime.process.sandbox import why_not_whole
 
@@ -108,11 +108,6 @@ def numbers(appliance: Appliance, loader: DataLoader, steps: int | None = None) 
     return [plain(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
 
 
-def still_works(cluster: Cluster) -> None:
-    with at(cluster) as appliance:
-        assert numbers(appliance, DataLoader(streams.counter, 3)) == [1, 2, 3]
-
-
 # ---- hangs
 
 
@@ -121,7 +116,6 @@ def still_works(cluster: Cluster) -> None:
     [
         ("input_fn", "in input_fn since", "in waits_for_ever"),
         ("c code", r"in next\(\) of batch 3 since", "in waits_in_c"),
-        ("state_dict", r"in state_dict\(\) since", "in waits_for_ever"),
     ],
 )
 def test_a_hang_is_told_with_place_time_and_stack(cluster: Cluster, where: str, says: str, frame: str) -> None:
@@ -134,7 +128,6 @@ def test_a_hang_is_told_with_place_time_and_stack(cluster: Cluster, where: str, 
     assert "worker w" in str(caught.value)
     assert frame in caught.value.remote_traceback
     assert "hazards.py" in caught.value.remote_traceback
-    still_works(cluster)
 
 
 def test_stopped_runner_is_reported_and_continues(cluster: Cluster) -> None:
@@ -172,8 +165,8 @@ def test_stopped_runner_is_reported_and_continues(cluster: Cluster) -> None:
 def test_death_in_mid_epoch_is_recovered(cluster: Cluster, tmp_path: Path, how: str, says: str) -> None:
     marker = tmp_path / "died"
     marker.touch()
-    with at(cluster) as appliance:
-        whole = numbers(appliance, DataLoader(hazards.dies, how, str(marker)))
+    with FakeAppliance(num_workers_per_box=1, seed=5, replay=True) as undisturbed:
+        whole = numbers(undisturbed, DataLoader(hazards.dies, how, str(marker)))
     marker.unlink()
     with at(cluster) as appliance, pytest.warns(UserWarning, match=says):
         assert numbers(appliance, DataLoader(hazards.dies, how, str(marker))) == whole
@@ -204,36 +197,20 @@ def test_stopped_fork_server_hides_no_death(cluster: Cluster) -> None:
             until(lambda: not alive(runner), what="it is stopped", deadline_s=STOP_S)
         finally:
             os.kill(fork_server, signal.SIGCONT)
-    still_works(cluster)
-
-
-def test_killed_fork_server_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
-    marker = tmp_path / "pids"
-    (fork_server,) = fork_servers(daemon(cluster))
-    with at(cluster) as appliance:
-        loader = DataLoader(hazards.escapes, str(marker))
-        got = numbers(appliance, loader, 10)
-        until(lambda: len(_pids(marker)) == 3, what="all have left")
-        left = _pids(marker)
-        os.kill(fork_server, signal.SIGKILL)
-        with pytest.warns(UserWarning, match="recovered"):
-            got += numbers(appliance, loader, 500)
-    assert got == list(range(510))
-    until(lambda: not any(map(alive, left)), what="what the runner left behind is gone")
-    assert fork_server not in fork_servers(daemon(cluster))
 
 
 def _pids(marker: Path) -> list[int]:
     return [int(line) for line in marker.read_text().split()] if marker.exists() else []
 
 
-def test_descendants_end_with_their_runner(cluster: Cluster, tmp_path: Path) -> None:
-    """With a runner that is killed, and then with the job."""
+def test_descendants_end_with_their_runner_and_a_fork_server_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
+    """With a runner that is killed, then with the fork server, and with the job."""
     marker = tmp_path / "pids"
+    (fork_server,) = fork_servers(daemon(cluster))
     with at(cluster) as appliance, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the recovery, whose runner does the same
+        warnings.simplefilter("ignore")  # of the recoveries, whose runners do the same
         loader = DataLoader(hazards.escapes, str(marker))
-        numbers(appliance, loader, 10)
+        got = numbers(appliance, loader, 10)
         until(lambda: len(_pids(marker)) == 3, what="all have left")
         left = _pids(marker)
         runner = the_maker(cluster)
@@ -241,11 +218,14 @@ def test_descendants_end_with_their_runner(cluster: Cluster, tmp_path: Path) -> 
         until(lambda: set(left) <= set(children(runner)), what="all are the runner's own")
         os.kill(runner, signal.SIGKILL)
         until(lambda: not any(map(alive, left)), what="those of the dead runner are gone")
+        got += numbers(appliance, loader, 200)
+        until(lambda: len(_pids(marker)) == 6, what="all have left again")
+        os.kill(fork_server, signal.SIGKILL)
+        until(lambda: not any(map(alive, _pids(marker)[:6])), what="those of the dead fork server are gone")
+        got += numbers(appliance, loader, 200)
+        assert got == list(range(410))
+        assert fork_server not in fork_servers(daemon(cluster))
     until(lambda: not any(map(alive, _pids(marker))), what="all are gone")
-
-
-def _is_dead(pid: int) -> bool:
-    return not alive(pid)
 
 
 def _litter() -> set[str]:
@@ -254,17 +234,15 @@ def _litter() -> set[str]:
     return abandoned() | {name for name in os.listdir("/tmp") if name.startswith("torch-shm")}
 
 
-@pytest.mark.parametrize(("sharing", "kills"), [("file_descriptor", 2), ("file_system", 1)])
-def test_killed_runner_leaves_no_worker_processes(cluster: Cluster, sharing: str, kills: int) -> None:
+def test_killed_runner_leaves_no_worker_processes(cluster: Cluster) -> None:
     before = _litter()
     with at(cluster) as appliance, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loader = DataLoader(hazards.many_processes, sharing)
-        for _ in range(kills):
-            numbers(appliance, loader, 40)
-            runner = the_runner(cluster)
-            os.kill(runner, signal.SIGKILL)
-            until(partial(_is_dead, runner), what="it is dead")
+        loader = DataLoader(hazards.many_processes, "file_system")
+        numbers(appliance, loader, 40)
+        runner = the_runner(cluster)
+        os.kill(runner, signal.SIGKILL)
+        until(lambda: not alive(runner), what="it is dead")
     until(lambda: not any(map(children, fork_servers(daemon(cluster)))), what="all of its processes are gone")
     until(lambda: not _litter() - before, what=f"nothing is left: {_litter() - before}")
 
@@ -285,13 +263,11 @@ def test_a_runner_that_will_not_stop_is_stopped(cluster: Cluster, tmp_path: Path
         (runner,) = _pids(marker)
         loader.close()
         until(lambda: not alive(runner), what="it is gone", deadline_s=STOP_S)
-    still_works(cluster)
 
 
 def test_closing_all_descriptors_is_a_clear_error(cluster: Cluster) -> None:
     with at(cluster) as appliance, pytest.raises(errors.InputFnError, match="closed file descriptors"):
         numbers(appliance, DataLoader(hazards.closes_descriptors))
-    still_works(cluster)
 
 
 def test_what_it_inherits_and_may_do(cluster: Cluster, tmp_path: Path) -> None:
@@ -316,7 +292,6 @@ def test_changed_cwd_umask_limits_are_harmless(cluster: Cluster) -> None:
     with at(cluster) as appliance:
         got = numbers(appliance, DataLoader(hazards.unsettles))
     assert [number for number, _ in got] == list(range(60))
-    still_works(cluster)
 
 
 def test_output_flood_costs_only_its_author(cluster: Cluster) -> None:
@@ -347,28 +322,19 @@ def test_output_flood_costs_only_its_author(cluster: Cluster) -> None:
 # ---- helper processes
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "says", "frame"),
-    [
-        ("die", errors.WorkerLostError, "SIGSEGV during the task state", "reads_address_zero"),
-        ("hang", errors.DeadlineError, "did not finish the task state", "in waits_for_ever"),
-    ],
-)
-def test_failing_helper_fails_only_the_save(
-    cluster: Cluster, how: str, error: type[errors.PenstockError], says: str, frame: str
-) -> None:
+def test_failing_helper_fails_only_the_save(cluster: Cluster) -> None:
     with at(cluster, 6.0) as appliance:
-        loader = DataLoader(hazards.bad_in_scratch, how)
+        loader = DataLoader(hazards.bad_in_scratch, "hang")
         executor = DataExecutor(loader, num_steps=200, appliance=appliance)
         got, told = [], []
         for batch in executor:
             got.append(plain(batch))
             if executor.step == 61:  # no snapshot was taken just there
-                with pytest.raises(error, match=says) as caught:
+                with pytest.raises(errors.DeadlineError, match="did not finish the task state") as caught:
                     loader.state_dict()
                 told.append(caught.value)
     assert got == list(range(1, 201))
-    assert frame in told[0].remote_traceback
+    assert "in waits_for_ever" in told[0].remote_traceback
 
 
 def test_killed_helper_process_is_replaced_once(cluster: Cluster, tmp_path: Path) -> None:

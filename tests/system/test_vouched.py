@@ -4,6 +4,7 @@ slow, so no batch is ahead of the loop that a resume could compare instead."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -13,6 +14,7 @@ from chains import plain
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.testing import FakeAppliance
 from penstock.data import MDSWriter
 from penstock.proto.errors import ReplayMismatchError
 from penstock.proto.state.codec import decode_state, encode_state
@@ -40,45 +42,54 @@ def resumed(appliance: Appliance, state: Any, *loader: Any, strict: bool = True,
     return [plain(batch) for batch in DataExecutor(data, steps, appliance=appliance)]
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("mapped", 2), ("streaming", 3), ("sharded", 0), ("Own", 2), ("Own", 0)])
-def test_other_data_are_an_error(appliance: Appliance, kind: str, workers: int, tmp_path: Any) -> None:
-    """On the same topology, on another one, and in the training process."""
+@pytest.fixture
+def two() -> Iterator[Appliance]:
+    """Two workers in this process, where no batch is ahead of the loop."""
+    with FakeAppliance(num_workers_per_box=2, seed=7) as fake:
+        yield fake
+
+
+def test_other_data_are_an_error_of_worker_processes(appliance: Appliance) -> None:
+    state = saved_at(appliance, vouched.Own)
+    assert len(resumed(appliance, state, vouched.Own)) == 2
+    with pytest.raises(ReplayMismatchError, match="Own"):
+        resumed(appliance, state, vouched.Own, 1000)
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("mapped", 2), ("streaming", 3), ("sharded", 3), ("Own", 2)])
+def test_other_data_are_an_error(kind: str, workers: int, tmp_path: Any, two: Appliance) -> None:
+    """On the same topology, and on another one."""
     make = getattr(vouched, kind)
     ours: Any = (make, folder(tmp_path / "a", 0)) if kind == "streaming" else (make,)
     others: Any = (make, folder(tmp_path / "b", 1000)) if kind == "streaming" else (make, 1000)
-    here = beside(appliance, num_workers_per_box=workers or 2) if workers else Appliance(num_workers_per_box=0, seed=7)
-    with here, beside(appliance, num_workers_per_box=2) as usual:
-        before = here if not workers else usual
-        state = saved_at(before, *ours)
+    with FakeAppliance(num_workers_per_box=workers, seed=7) as here:
+        state = saved_at(two, *ours)
         assert len(resumed(here, state, *ours)) == 2
         with pytest.raises(ReplayMismatchError, match=r"MapLoader over Images|StreamingLoader|ShardLoader|Own"):
             resumed(here, state, *others)
         assert len(resumed(here, state, *others, strict=False)) == 2
 
 
-def test_generator_of_the_dataset_depends_on_the_position_alone(appliance: Appliance) -> None:
+def test_generator_of_the_dataset_depends_on_the_position_alone(two: Appliance) -> None:
     """On any topology, and whatever state input_fn left it in."""
-    with beside(appliance, num_workers_per_box=2) as usual, beside(appliance, num_workers_per_box=3) as other:
+    with FakeAppliance(num_workers_per_box=3, seed=7) as other:
         data = DataLoader(vouched.seeded)
-        whole = [plain(batch) for batch in DataExecutor(data, STEP + 4, appliance=usual)]
+        whole = [plain(batch) for batch in DataExecutor(data, STEP + 4, appliance=two)]
         state = data.state_at(STEP)
-        for here in (usual, other):
+        for here in (two, other):
             assert resumed(here, state, vouched.seeded, True, 5, steps=4) == whole[STEP:]
 
 
 def test_generator_that_a_state_lacks_is_named(appliance: Appliance) -> None:
-    with beside(appliance, num_workers_per_box=2) as here:
-        state = saved_at(here, vouched.Drawing)
-        with pytest.raises(ReplayMismatchError, match=r"Drawing, which holds the random generators Drawing\.rng"):
-            resumed(here, state, vouched.Drawing)
+    state = saved_at(appliance, vouched.Drawing)
+    with pytest.raises(ReplayMismatchError, match=r"Drawing, which holds the random generators Drawing\.rng"):
+        resumed(appliance, state, vouched.Drawing)
 
 
-def test_generators_that_a_loader_does_not_seed_are_saved(appliance: Appliance) -> None:
-    """Also at a step without a snapshot."""
-    with beside(appliance, num_workers_per_box=2) as here:
-        data = DataLoader(vouched.unseeded)
-        whole = [plain(batch) for batch in DataExecutor(data, STEP + 4, appliance=here)]
-        assert resumed(here, data.state_at(STEP), vouched.unseeded, steps=4) == whole[STEP:]
+def test_generators_that_a_loader_does_not_seed_are_saved(two: Appliance) -> None:
+    data = DataLoader(vouched.unseeded)
+    whole = [plain(batch) for batch in DataExecutor(data, STEP + 4, appliance=two)]
+    assert resumed(two, data.state_at(STEP), vouched.unseeded, steps=4) == whole[STEP:]
 
 
 def test_generator_of_a_pure_loader_that_is_seeded_from_entropy(appliance: Appliance) -> None:
