@@ -43,6 +43,14 @@ def test_a_run_of_our_frames_is_one_line() -> None:
     assert "in __getitem__" in user[2]
 
 
+def test_our_frames_at_the_outer_end_are_left_out() -> None:
+    error = raised(MapLoader(Broken(), batch_size=2))
+    assert error.__traceback__ is not None
+    text = format_remote(error.with_traceback(error.__traceback__.tb_next))
+    assert "of Penstock]" not in text
+    assert text.splitlines()[1].strip().endswith("in __getitem__")
+
+
 def test_our_frames_at_the_inner_end_stay() -> None:
     with pytest.raises(PenstockError) as caught:
         MapLoader(Broken(), batch_size=0)
