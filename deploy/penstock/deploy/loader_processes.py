@@ -19,8 +19,6 @@ from penstock.worker.processes.control_channel import ControlChannel, ControlMes
 from penstock.worker.processes.fork_servers import END_S, START_DEADLINE_S
 from penstock.worker.processes.interpreters import start_fork_server
 
-__all__ = ["LoaderForkServer", "LoaderProcess", "Task", "run_tasks", "take_task"]
-
 _STDERR = 2
 ABORT_S = 2.0
 """Longest time in seconds until a child has printed its stack and ended."""

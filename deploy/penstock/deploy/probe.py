@@ -18,8 +18,6 @@ import sys
 
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
 
-__all__ = ["main"]
-
 ANSWER_S = 4.0
 """Longest wait for an answer in a readiness probe, in seconds, below its timeout of 5 s, to print the error."""
 ALIVE_S = 15.0

@@ -9,8 +9,6 @@ import typer
 
 from penstock.proto.errors import PenstockError
 
-__all__ = ["run_names", "worker_names"]
-
 DEADLINE_S = 1.0
 
 

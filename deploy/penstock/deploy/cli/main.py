@@ -29,8 +29,6 @@ from penstock.deploy.console.exit_codes import EXIT_LINES, INTERRUPTED, UNSAID, 
 from penstock.deploy.console.options import ConfigFile
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["app", "main"]
-
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 """Errors by which standard output cannot be written: full disk, quota, file size, failing disk, closed pipe."""
 

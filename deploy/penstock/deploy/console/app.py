@@ -18,8 +18,6 @@ from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.settings import PeerSettings
 from penstock.runtime.config.settings import Section
 
-__all__ = ["CONTEXT", "SECTIONS", "App", "Group", "by_heading", "completed", "quiet_grpc", "subcommands"]
-
 EPILOG = "Exit codes: penstock --help. More: docs/cli.md"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from penstock.proto.errors import InvalidArgumentError, JournalError
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
 
-__all__ = ["coordinator_tokens", "make_token", "token_source"]
-
 _log = logging.getLogger("penstock.deploy")
 FILE = "token"
 """Name of the token file in a coordinator's state directory."""

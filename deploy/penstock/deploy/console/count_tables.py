@@ -8,8 +8,6 @@ from typing import Any
 from penstock.deploy.console.tables import Table
 from penstock.proto.state.counts import COUNTS, Rows, SampleCounts, by_key, by_source, merged_rows, saved_rows
 
-__all__ = ["count_tables", "counts_as_dict", "rows_of_workers"]
-
 
 def rows_of_workers(states: Iterable[Any]) -> Rows:
     """Return the sum of the workers' counts, a row for each source and key."""

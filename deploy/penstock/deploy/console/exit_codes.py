@@ -22,19 +22,6 @@ import typer
 from penstock.proto.errors import CATALOGUE, CoordinatorUnavailableError, PenstockError
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = [
-    "CODES",
-    "EXIT_LINES",
-    "INTERRUPTED",
-    "UNFIT",
-    "UNSAID",
-    "USAGE",
-    "CommandError",
-    "exit_code",
-    "guarded",
-    "set_debug",
-]
-
 _P = ParamSpec("_P")
 
 BUG = 1

@@ -16,24 +16,6 @@ from penstock.proto.errors import InvalidArgumentError
 from penstock.runtime.config import settings_file
 from penstock.runtime.config.settings import IsList, Section, Unit, is_marked, variable
 
-__all__ = [
-    "LARGEST",
-    "LARGEST_BOX",
-    "LARGEST_SEED",
-    "AsJson",
-    "ConfigFile",
-    "Debug",
-    "Flags",
-    "OwnJob",
-    "ParentPid",
-    "ReadyFile",
-    "TokenFile",
-    "flags_of",
-    "listed",
-    "option",
-    "pairs_of",
-]
-
 LARGEST = 2**63 - 1
 """Largest step or attempt of an option, as in messages and in the journal."""
 LARGEST_BOX = 2**32 - 1

@@ -19,8 +19,6 @@ if TYPE_CHECKING:  # at run time gRPC is imported only when a command needs it
     from penstock.proto.rpc.calls import CoordinatorClient
     from penstock.proto.rpc.tls import Tls
 
-__all__ = ["Peer"]
-
 
 class Peer:
     """Coordinator that options, variables or the settings file name, or that runs here. Nothing is checked before use:

@@ -37,19 +37,6 @@ from penstock.runtime.config.settings import (
 from penstock.runtime.config.settings_file import CLUSTER, likely, read_settings_file
 from penstock.runtime.config.sizes import bytes_of
 
-__all__ = [
-    "SETTINGS_OF",
-    "CoordinatorSettings",
-    "PeerSettings",
-    "UpSettings",
-    "WorkerSettings",
-    "check_settings_file",
-    "describe",
-    "flag",
-    "refuse_unknown",
-    "resolve",
-]
-
 DEFAULT_COORDINATOR = "127.0.0.1:7070"
 DEFAULT_HTTP = "127.0.0.1:7071"
 _MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")

@@ -17,8 +17,6 @@ from penstock.runtime.telemetry.logs import printable
 if TYPE_CHECKING:
     import rich.table
 
-__all__ = ["Table", "drawn", "show"]
-
 
 @dataclass(frozen=True)
 class Table:

@@ -23,8 +23,6 @@ from penstock.runtime.telemetry.logs import printable
 if TYPE_CHECKING:
     from penstock.data import StreamingDataset
 
-__all__ = ["show_conversion", "show_index", "show_inspection", "show_verification"]
-
 VERIFIED_AT_ONCE = 64
 
 

@@ -9,8 +9,6 @@ import torch
 
 from penstock.data import MapLoader, SyntheticDataset
 
-__all__ = ["images"]
-
 MAKING_S = 0.004
 """Seconds to make an image, as decoding one would take, so that the stream lasts long enough for the faults."""
 

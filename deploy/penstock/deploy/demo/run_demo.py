@@ -20,8 +20,6 @@ from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.rpc.calls import CoordinatorClient
 
-__all__ = ["run_demo"]
-
 STEPS, KILL_AT, SAVE_AT = 120, 40, 80
 BATCH = 8
 SEED = 7

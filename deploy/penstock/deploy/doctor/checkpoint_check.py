@@ -12,8 +12,6 @@ from penstock.proto.errors import CheckpointCorruptError, CheckpointNotFoundErro
 from penstock.proto.state.checkpoint_files import FoundCheckpoint, checkpoints, damage, leftovers, read_manifest
 from penstock.runtime.telemetry.units import size
 
-__all__ = ["is_path", "show_checkpoints"]
-
 _Verified = tuple[FoundCheckpoint, list[str]]
 """A checkpoint, and what is wrong with it."""
 NONE_INTACT = "No checkpoint here is intact: restore the files from a copy, or start without a checkpoint"

@@ -16,8 +16,6 @@ from penstock.proto.rpc.tls import Tls, host_of
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.telemetry.cluster_view import WorkerView, view
 
-__all__ = ["check_cluster", "check_worker"]
-
 CONNECT_S = 3.0
 """Longest wait in seconds for a TCP connection within a cluster."""
 NO_ANSWER = f"the worker accepts connections, but does not answer within {CONNECT_S:g} s"

@@ -11,8 +11,6 @@ from typing import Literal
 from penstock.deploy.console.exit_codes import UNFIT
 from penstock.deploy.console.tables import Table, show
 
-__all__ = ["Finding", "show_findings"]
-
 
 @dataclass(frozen=True)
 class Finding:

@@ -26,20 +26,6 @@ from penstock.deploy.loader_processes import LoaderForkServer, Task, run_tasks
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
 from penstock.worker.processes.control_channel import ControlMessage
 
-__all__ = [
-    "METHODS",
-    "REPLAY",
-    "STATE",
-    "TRIALS",
-    "ExaminedLoader",
-    "LoaderCheck",
-    "LoaderReport",
-    "LoaderRequest",
-    "examine",
-    "examine_in",
-    "json_option",
-]
-
 TRIALS = "penstock.deploy.doctor.loader_trials"
 STATE, METHODS, REPLAY = "state", "methods", "replay"
 """Ways to save a loader: its own state; aggregate_state_dict and deaggregate_state_dict; replay of the epoch."""

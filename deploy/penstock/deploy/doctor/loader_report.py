@@ -20,8 +20,6 @@ from penstock.deploy.doctor.loader_check import (
 from penstock.proto.errors import PenstockError
 from penstock.runtime.telemetry.units import size
 
-__all__ = ["as_dict", "show_doctor", "tables"]
-
 _METHODS = {
     4: "4: state_dict, load_state_dict, aggregate_state_dict, deaggregate_state_dict",
     2: "2: state_dict, load_state_dict",

@@ -32,8 +32,6 @@ from penstock.worker.loader.slot_loader import SlotLoader
 from penstock.worker.processes.control_channel import ControlChannel, plain_detail
 from penstock.worker.processes.user_code import load_input_fn
 
-__all__ = ["run_child"]
-
 Event = list[Any]
 
 ROWS = 1 << 16

@@ -12,8 +12,6 @@ from penstock.runtime.process import sandbox
 from penstock.runtime.process.free_memory import free_memory
 from penstock.runtime.telemetry.units import size
 
-__all__ = ["check_files", "check_machine", "check_memory", "check_sandbox"]
-
 RUNNER_BYTES = 512 << 20
 """Memory of a runner in bytes: with torch 170 MiB resident, 60 of them private; the rest for ring and data."""
 RUNNER_FILES = 24

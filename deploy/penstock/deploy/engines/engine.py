@@ -12,8 +12,6 @@ from penstock.deploy.console.settings import UpSettings, flag
 from penstock.runtime.config.job_settings import TlsFiles
 from penstock.runtime.process.identity import Identity
 
-__all__ = ["Daemon", "Fleet", "FleetPlan", "exports", "worker_name"]
-
 
 class FleetPlan(UpSettings):
     """Settings of `penstock up`, complete and checked (`model_validate`)."""

@@ -21,8 +21,6 @@ from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.process.announcements import Announcement, announce, withdraw
 from penstock.runtime.process.identity import Identity
 
-__all__ = ["FleetFolder", "default_folder", "open_log"]
-
 _log = logging.getLogger("penstock.deploy.engines")
 
 

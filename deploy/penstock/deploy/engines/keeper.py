@@ -24,8 +24,6 @@ from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, module, spawn
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["COORDINATOR_GRACE_S", "WORKER_GRACE_S", "FleetKeeper", "log_end"]
-
 _log = logging.getLogger("penstock.deploy.engines")
 
 PERMANENT_ERRORS = frozenset({2, 3, 12, 15, 16})

@@ -15,8 +15,6 @@ from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import module, spawn
 
-__all__ = ["down", "up"]
-
 KILLED_S = 10.0
 """Longest time in seconds until a killed supervisor has ended."""
 POLL_S = 0.05

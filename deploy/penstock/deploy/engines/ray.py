@@ -22,8 +22,6 @@ from penstock.deploy.engines.ray_actor import DaemonActor, node_folder
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
 from penstock.proto.rpc.addresses import refuse_unsafe
 
-__all__ = ["NAMESPACE", "ray_down", "ray_up", "worker_options"]
-
 _log = logging.getLogger("penstock.deploy.engines")
 
 NAMESPACE = "penstock"

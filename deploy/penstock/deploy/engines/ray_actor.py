@@ -19,8 +19,6 @@ from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, 
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import module, spawn
 
-__all__ = ["DaemonActor", "node_folder"]
-
 FAILED_START_S = 30.0
 """Seconds from a failed start to the next: first `penstock up` reads why, and ends the actor. Later the node has become
 unfit for the daemon, and Ray may choose another."""

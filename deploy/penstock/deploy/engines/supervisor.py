@@ -27,8 +27,6 @@ from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.watch import Process
 
-__all__ = ["supervise"]
-
 _log = logging.getLogger("penstock.deploy.engines")
 
 LEFTOVERS_S = 30.0

@@ -21,8 +21,6 @@ from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import refuse_unsafe
 from penstock.runtime.config.settings import variable
 
-__all__ = ["run_down", "run_up"]
-
 _OF_RAY = ("ray_address", "near", "coordinator_node", "state_dir", "send_token")
 """Settings that only the engine ray has."""
 

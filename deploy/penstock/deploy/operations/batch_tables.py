@@ -17,8 +17,6 @@ from penstock.deploy.operations.state_values import as_json
 from penstock.proto.errors import InvalidArgumentError, UnsupportedStateError
 from penstock.proto.state.codec import encode_state
 
-__all__ = ["FORMATS", "describe", "write"]
-
 FORMATS = (".pst", ".pt")
 FIRST = 8
 """Most values of a leaf that are shown."""

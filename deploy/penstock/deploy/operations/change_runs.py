@@ -16,8 +16,6 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["change_mixture", "close_runs", "mixture_order"]
-
 RETRY_S = 0.3
 """Seconds between two calls while the coordinator is unreachable."""
 

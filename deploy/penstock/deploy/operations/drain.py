@@ -12,8 +12,6 @@ from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, Su
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["drain"]
-
 POLL_S = 0.3
 GONE_S = 10.0
 """Seconds after which an unknown worker counts as ended; a restarted coordinator gets heartbeats within about one."""

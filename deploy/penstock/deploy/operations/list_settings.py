@@ -13,8 +13,6 @@ from penstock.deploy.console.tables import Table, show
 from penstock.runtime.config.settings import ResolvedSetting, Section, find, variable
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
 
-__all__ = ["example", "show_config"]
-
 TITLES = {
     "coordinator": "the coordinator",
     "worker": "the worker",

@@ -25,8 +25,6 @@ from penstock.runtime.process.memory_secrecy import keep_memory_private
 from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import JsonLines, TextLines
 
-__all__ = ["run_coordinator", "run_worker"]
-
 _log = logging.getLogger("penstock.deploy")
 
 

@@ -16,8 +16,6 @@ from penstock.client.states.saved_state import KEY, SavedState, read
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.state.codec import decode_state
 
-__all__ = ["FoundState", "read_state", "read_states"]
-
 _ENVELOPE, _ZIP = b"PENSTATE", b"PK\x03\x04"
 DEEPEST = 16
 """Most containers within each other in which states are searched."""

@@ -11,8 +11,6 @@ from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.addresses import is_local
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["show_dashboard"]
-
 
 def show_dashboard(peer: Peer, *, browser: bool, as_json: bool) -> None:
     with peer.client() as client:

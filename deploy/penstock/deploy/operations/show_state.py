@@ -21,8 +21,6 @@ from penstock.runtime.telemetry.units import size, topology
 if TYPE_CHECKING:
     from penstock.deploy.operations.saved_file import FoundState
 
-__all__ = ["as_dict", "run_name", "show_state", "show_state_file", "tables"]
-
 
 def show_state(run: str, step: int | None, deadline_s: float, peer: Peer, as_json: bool) -> None:
     """Fetch and print the state of a run at a step; None: the newest."""

@@ -11,8 +11,6 @@ from penstock.deploy.console.tables import Table, show
 from penstock.runtime.telemetry.cluster_columns import BOXES, RUNS, SLOTS, WORKERS, Columns, cells
 from penstock.runtime.telemetry.cluster_view import ClusterView, as_dict, view
 
-__all__ = ["show_status", "tables"]
-
 
 def show_status(peer: Peer, *, show_all: bool, as_json: bool) -> None:
     with peer.client() as client:

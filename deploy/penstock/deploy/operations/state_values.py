@@ -13,8 +13,6 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["as_json", "brief"]
-
 BYTES_IN_FULL = 1024
 """Largest bytes value that is shown in full; of a longer one only the size."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from rich.segment import Segment
     from rich.table import Table as RichTable
 
-__all__ = ["Screen", "watch_status"]
-
 DEADLINE_S = 5.0
 """Longest wait for an answer in seconds; a later one would not show the present."""
 INTERVAL_S = 1.0

@@ -17,8 +17,6 @@ from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
-
 FURTHER = 1000
 """Most steps replayed beyond the batch to a recorded stream digest, or as many as before it, if more."""
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from penstock.deploy.replay.plan import ReplayPlan
     from penstock.proto.rpc.calls import CoordinatorClient
 
-__all__ = ["ReplayRequest", "replay"]
-
 
 @dataclass(frozen=True)
 class ReplayRequest:

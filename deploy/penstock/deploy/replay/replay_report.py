@@ -11,8 +11,6 @@ from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import brief
 from penstock.deploy.replay.replay_batch import ReplayRequest, replay
 
-__all__ = ["show_replay", "tables"]
-
 
 def show_replay(request: ReplayRequest, peer: Peer, as_json: bool) -> None:
     with peer.client() if request.run is not None else contextlib.nullcontext() as client:

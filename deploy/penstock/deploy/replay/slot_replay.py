@@ -35,8 +35,6 @@ from penstock.worker.loader.start import start
 from penstock.worker.loader.travel import catch_up, leave, travel
 from penstock.worker.processes.control_channel import ControlChannel, plain_detail
 
-__all__ = ["run_child"]
-
 PROGRESS_S = 0.5
 """Seconds between two progress reports."""
 

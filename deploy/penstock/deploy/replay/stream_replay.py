@@ -15,8 +15,6 @@ from penstock.proto.errors import StateUnavailableError
 from penstock.proto.state.position import Position, advance, chain_at
 from penstock.worker.processes.control_channel import ControlMessage
 
-__all__ = ["StreamReplay"]
-
 Ask = Callable[[Mapping[int, Task]], Mapping[int, ControlMessage]]
 
 

@@ -9,8 +9,6 @@ import typer
 
 from penstock.deploy.console.options import AsJson
 
-__all__ = ["config"]
-
 
 class WhoseSettings(StrEnum):
     """Command or daemon whose settings are shown."""

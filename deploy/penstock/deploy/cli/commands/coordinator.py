@@ -8,8 +8,6 @@ from penstock.deploy.console.app import quiet_grpc
 from penstock.deploy.console.options import Debug, Flags, ParentPid, ReadyFile, TokenFile
 from penstock.deploy.console.settings import CoordinatorSettings
 
-__all__ = ["coordinator"]
-
 
 def coordinator(
     flags: Annotated[Flags, CoordinatorSettings],

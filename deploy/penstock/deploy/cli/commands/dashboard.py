@@ -9,8 +9,6 @@ import typer
 from penstock.deploy.console.options import AsJson
 from penstock.deploy.console.peer import Peer
 
-__all__ = ["dashboard"]
-
 
 def dashboard(
     peer: Peer,

@@ -10,8 +10,6 @@ import typer
 from penstock.deploy.console.app import Group, subcommands
 from penstock.deploy.console.options import AsJson, listed, pairs_of
 
-__all__ = ["data"]
-
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Local folder of a dataset.")]
 
 data = subcommands(Group, no_args_is_help=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from penstock.deploy.console.app import quiet_grpc
 
-__all__ = ["demo"]
-
 
 def demo() -> int:
     """Show what Penstock does, in under a minute: stream, kill a worker, save, resume elsewhere, compare.

@@ -11,8 +11,6 @@ from penstock.deploy.console.app import Group, subcommands
 from penstock.deploy.console.options import LARGEST_SEED, AsJson
 from penstock.deploy.console.peer import Peer
 
-__all__ = ["doctor"]
-
 
 class _DefaultsByTarget(Group):
     """Group of commands in which `penstock doctor` means `doctor machine`, and `penstock doctor TARGET` means `doctor

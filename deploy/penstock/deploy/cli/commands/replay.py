@@ -11,8 +11,6 @@ from penstock.deploy.cli.completion import run_names
 from penstock.deploy.console.options import LARGEST, LARGEST_BOX, AsJson
 from penstock.deploy.console.peer import Peer
 
-__all__ = ["replay"]
-
 
 def replay(
     step: Annotated[

@@ -11,8 +11,6 @@ from penstock.deploy.console.app import subcommands
 from penstock.deploy.console.options import LARGEST, AsJson
 from penstock.deploy.console.peer import Peer
 
-__all__ = ["mix", "run"]
-
 run = subcommands(no_args_is_help=True)
 
 

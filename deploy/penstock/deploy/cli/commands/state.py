@@ -12,8 +12,6 @@ from penstock.deploy.console.options import LARGEST, AsJson
 from penstock.deploy.console.peer import Peer
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["state"]
-
 
 def state(
     run: Annotated[

@@ -10,8 +10,6 @@ from penstock.deploy.console.options import AsJson
 from penstock.deploy.console.peer import Peer
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["status"]
-
 
 def status(
     peer: Peer,

@@ -10,8 +10,6 @@ from penstock.deploy.console.app import quiet_grpc
 from penstock.deploy.console.options import AsJson, Debug, Flags, TokenFile, option
 from penstock.deploy.console.settings import UpSettings
 
-__all__ = ["down", "up"]
-
 
 def up(
     flags: Annotated[Flags, UpSettings],

@@ -13,8 +13,6 @@ from penstock.deploy.console.options import AsJson, Debug, Flags, ParentPid, Rea
 from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.settings import WorkerSettings
 
-__all__ = ["worker"]
-
 worker = subcommands(invoke_without_command=True)
 
 
