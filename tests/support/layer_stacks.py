@@ -92,18 +92,14 @@ def fitted(source: ShardedSource, length: int, window: int) -> ShardedSource:
 
 STACKS: dict[str, Callable[[], ShardedSource]] = {
     "repeated": lambda: Repeated(documents(5, 1, 3)),
-    "mapped": lambda: Mapped(documents(5, 0, 3), add, random=True),
     "mapped, skipping": lambda: Mapped(documents(9, 0, 7), pick, random=True, skip_failures=1),
     "filtered": lambda: Filtered(documents(9, 0, 7, known=False), keep, random=True),
     "chunked": lambda: Chunked(documents(5, 0, 3), length=4, bos=-1, eos=-2),
-    "packed": lambda: Packed(documents(9, 0, 3), length=7),
-    "packed and padded": lambda: Packed(documents(9, 0, 3), length=7, pad=-3),
     "packed by best fit": lambda: Packed(documents(9, 0, 7), length=10, pad=-3, split=False, window=4),
     "packed with fields": lambda: Packed(Repeated(Chunked(documents(9, 1, 3), length=4, eos=-2)), length=7, **FIELDS),
     "shuffled in windows": lambda: WindowShuffled(documents(9, 0, 8), 4),
     "grouped": lambda: Grouped(documents(9, 0, 8), parity, 2, window=5),
     "grouped, rests dropped": lambda: Grouped(documents(9, 0, 8, known=False), parity, 3, window=4, drop_rest=True),
-    "mixture": lambda: Mixture([documents(9, 2), documents(3, 4, first=5)], [2, 1]),
     "mixture to the first end": lambda: Mixture([documents(9, 0), documents(3, 4, first=5)], [2, 1], stop="first"),
     "mixture to the last end": lambda: Mixture([documents(9, 0), documents(3, 4, first=5)], [2, 1], stop="last"),
     "mixture by tokens": lambda: Mixture([documents(9, 2), documents(3, 4, first=5)], [2, 1], stop="last", by="tokens"),

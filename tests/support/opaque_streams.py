@@ -103,7 +103,6 @@ def _opening(records: list[int]) -> Callable[[], Iterator[int]]:
 
 
 SOURCES: dict[str, Callable[[], ShardedSource]] = {
-    "lists by position": lambda: LogicalShards(_lists(7, 0, 9, 3), shards=3, shuffle=True, shuffle_block=8),
     "more shards than records": lambda: LogicalShards(_lists(2, 1), shards=5, shuffle=True),
     "generators": lambda: LogicalShards([_opening(own) for own in _lists(4, 0, 5, 2, 1)], shards=2, shuffle=True),
     "generators of known lengths": lambda: LogicalShards(

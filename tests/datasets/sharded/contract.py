@@ -1,9 +1,8 @@
 """Contract of every source in logical shards (sharded/protocol.py), as checks that take any source.
 
-Those of CURSOR_CHECKS look at the source alone, those of LOADER_CHECKS at what a ShardLoader deals out of it. A check
-gets a factory: it is called anew wherever another process would be, so that nothing passes from one source to
+A check gets a factory: it is called anew wherever another process would be, so that nothing passes from one source to
 the next but what was saved. Samples are compared as encoded, to the bit. Of an endless shard the first MOST are looked
-at.
+at. A loader sees cursors alone; what it deals out of any stack of layers is checked in test_layers_stacks.py.
 
 To have a source checked, add a line with its factory to SOURCES in test_contract.py.
 """
@@ -14,18 +13,17 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from all_workers import AllWorkers, Shape, saved
 
-from penstock.data.sharded.protocol import Cursor, SavedPosition, ShardedSource
+from penstock.data.sharded.protocol import Cursor, ShardedSource
 from penstock.data.sharded.runs import take
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.sources.opaque import without_snapshots
 from penstock.proto.state.codec import encode_state
 
-__all__ = ["CURSOR_CHECKS", "LOADER_CHECKS", "Fleet", "Make", "Shape", "encoded", "epochs_of", "samples_of"]
+__all__ = ["CURSOR_CHECKS", "SEED", "Fleet", "Make", "Shape", "batches_of"]
 
 Make = Callable[[], ShardedSource]
 SEED = 11
@@ -61,14 +59,6 @@ def shards_of(source: ShardedSource) -> Iterator[tuple[int, int, list[bytes]]]:
     for epoch in epochs_of(source):
         for shard, samples in enumerate(samples_of(source, epoch)):
             yield epoch, shard, samples
-
-
-def follows_the_seed(make: Make) -> None:
-    """Another seed may give another order, and the first one is then as it was."""
-    source = make()
-    first = samples_of(source, 0)
-    samples_of(source, 0, SEED + 1)
-    assert samples_of(source, 0) == first
 
 
 def describes_itself(make: Make) -> None:
@@ -141,26 +131,8 @@ def saves_one_form_for_each_position(make: Make) -> None:
         cursor.close()
 
 
-def goes_on_in_a_chain_of_tokens(make: Make) -> None:
-    """Each cursor reads a little and hands over, so that positions are saved by restored cursors, too."""
-    source = make()
-    draw = random.Random(1)
-    for epoch, shard, whole in shards_of(source):
-        got: list[bytes] = []
-        position: SavedPosition = None
-        while len(got) < len(whole):
-            cursor = make().open(shard, epoch, SEED, position)
-            if draw.random() < 0.2:
-                position = saved(cursor.saved_position())  # before anything was read
-                cursor.close()
-                cursor = source.open(shard, epoch, SEED, position)
-            got += [encoded(next(cursor)) for _ in range(min(draw.randint(1, 4), len(whole) - len(got)))]
-            position = saved(cursor.saved_position())
-            cursor.close()
-        assert got == whole
-
-
 def skips_as_it_reads(make: Make) -> None:
+    """In a chain of cursors, of which each hands over: positions are saved by restored cursors, too."""
     source = make()
     draw = random.Random(2)
     for epoch, shard, whole in shards_of(source):
@@ -214,7 +186,8 @@ def takes_runs_as_it_reads(make: Make) -> None:
 
 
 def reads_shards_beside_each_other(make: Make) -> None:
-    """Cursors of one source in turn, two of each shard, do not disturb each other; nor does one that is closed."""
+    """Cursors of one source in turn, two of each shard, do not disturb each other; nor does one that is closed, once or
+    twice."""
     source = make()
     draw = random.Random(3)
     for epoch in epochs_of(source):
@@ -232,20 +205,9 @@ def reads_shards_beside_each_other(make: Make) -> None:
         assert got == whole
 
 
-def can_be_closed_twice(make: Make) -> None:
-    source = make()
-    for shard in range(source.num_shards):
-        cursor = source.open(shard, 0, SEED)
-        cursor.close()
-        cursor.close()
-        cursor = source.open(shard, 0, SEED)
-        next(cursor, None)
-        cursor.close()
-        cursor.close()
-
-
-def uses_no_global_randomness(make: Make) -> None:
-    """Check that the process's random generators neither decide samples nor are changed."""
+def uses_its_seed_alone(make: Make) -> None:
+    """Check that the process's random generators neither decide samples nor are changed, and that nothing is left of
+    another seed that the source was read with."""
     from penstock.proto.state.generators import capture_rng, restore_rng, seed_rng
 
     source, before = make(), capture_rng()
@@ -253,27 +215,23 @@ def uses_no_global_randomness(make: Make) -> None:
     assert capture_rng() == before
     try:
         seed_rng(99)
-        assert samples_of(make(), 0) == first
+        again = make()
+        samples_of(again, 0, SEED + 1)
+        assert samples_of(again, 0) == first
     finally:
         restore_rng(before)
 
 
 CURSOR_CHECKS: list[Callable[[Make], None]] = [
-    follows_the_seed,
     describes_itself,
     says_its_lengths_truly,
     goes_on_from_every_token,
     saves_one_form_for_each_position,
-    goes_on_in_a_chain_of_tokens,
     skips_as_it_reads,
     takes_runs_as_it_reads,
     reads_shards_beside_each_other,
-    can_be_closed_twice,
-    uses_no_global_randomness,
+    uses_its_seed_alone,
 ]
-
-
-# ---- dealt out
 
 
 class Fleet(AllWorkers):
@@ -286,109 +244,5 @@ class Fleet(AllWorkers):
         super().__init__(lambda: ShardLoader(self.make(), **options), shape, before)
 
 
-def stream_of(source: ShardedSource, epoch: int, count: int, block: int, partitions: int) -> list[bytes]:
-    """The first samples of an epoch in the order of the stream, worked out step by step."""
-    if not source.endless:
-        shards = [read(source.open(shard, epoch, SEED), 1 << 20) for shard in range(source.num_shards)]
-        longest = max(map(len, shards))
-        return [shard[rank] for rank in range(longest) for shard in shards if rank < len(shard)][:count]
-    columns = source.num_shards // partitions
-    places: list[list[int]] = [[] for _ in range(source.num_shards)]
-    order: list[tuple[int, int]] = []
-    used = [0] * columns
-    for position in range(10 * count + 5000):  # a source may read ahead of what it is asked for
-        column = position // block % columns
-        shard = column * partitions + used[column] % partitions
-        used[column] += 1
-        order.append((shard, len(places[shard])))
-        places[shard].append(position)
-    needed = [
-        max([index + 1 for shard, index in order[:count] if shard == wanted], default=0)
-        for wanted in range(len(places))
-    ]
-    samples = [read(source.open(s, 0, SEED, None, places[s].__getitem__), most) for s, most in enumerate(needed)]
-    return [samples[shard][index] for shard, index in order[:count]]
-
-
-@dataclass(frozen=True)
-class Dealt:
-    """Way in which a source is divided in these checks, and the batches that are expected."""
-
-    batch: int
-    partitions: int
-    batches: list[list[bytes]]
-    """Global batches: of two epochs of a finite source, without what makes no whole batch."""
-
-    @staticmethod
-    def of(make: Make) -> Dealt:
-        source = make()
-        if source.endless:
-            partitions = max(c for c in (1, 2, 3) if source.num_shards % c == 0)
-            whole = stream_of(source, 0, 16 * 4, 4, partitions)
-            return Dealt(4, partitions, [whole[at : at + 4] for at in range(0, len(whole), 4)])
-        epochs = [stream_of(source, epoch, 1 << 20, 0, 0) for epoch in epochs_of(source)]
-        batch = min(4, *map(len, epochs))
-        assert batch, "an epoch without samples cannot be dealt out"
-        return Dealt(
-            batch,
-            1,
-            [epoch[at : at + batch] for epoch in epochs for at in range(0, len(epoch) - batch + 1, batch)],
-        )
-
-    def fleet(self, make: Make, shape: Shape, before: Fleet | None = None) -> Fleet:
-        return Fleet(make, shape, before, global_batch_size=self.batch, partitions=self.partitions, tail="drop")
-
-    def shapes(self) -> list[Shape]:
-        return [shape for shape in [(1, 1), (1, 3), (2, 2), (3, 1), (1, 7)] if shape[0] <= self.batch]
-
-
 def batches_of(taken: list[list[Any]]) -> list[list[bytes]]:
     return [[encoded(sample) for sample in batch] for batch in taken]
-
-
-def is_rescaled_at_any_step(make: Make) -> None:
-    """Chains of shapes, each going on from the state of the one before; nothing is lost or repeated."""
-    dealt = Dealt.of(make)
-    for chain in range(2):
-        draw = random.Random(chain)
-        got: list[list[bytes]] = []
-        fleet: Fleet | None = None
-        while len(got) < len(dealt.batches):
-            fleet = dealt.fleet(make, draw.choice(dealt.shapes()), fleet)
-            steps = min(draw.choice([0, 1, 1, 2, 3, 5]), len(dealt.batches) - len(got))
-            got += batches_of(fleet.take(steps))
-        assert got == dealt.batches, f"chain {chain}"
-
-
-def outlives_its_workers(make: Make) -> None:
-    """Any worker may die at any step; the next one has nothing but its state."""
-    dealt = Dealt.of(make)
-    draw = random.Random(7)
-    for shape in dealt.shapes()[1:3]:
-        fleet = dealt.fleet(make, shape)
-        got: list[list[bytes]] = []
-        while len(got) < len(dealt.batches):
-            fleet.lose(draw.randrange(shape[0] * shape[1]))
-            got += batches_of(fleet.take(1))
-        assert got == dealt.batches
-
-
-def gives_a_sample_again_by_its_key(make: Make) -> None:
-    dealt = Dealt.of(make)
-    options: dict[str, Any] = {"global_batch_size": dealt.batch, "partitions": dealt.partitions, "tail": "drop"}
-    loader = ShardLoader(make(), seed=SEED, collate_fn=list, keys="keys", **options)
-    other = ShardLoader(make(), seed=SEED, **options)
-    pairs = itertools.islice(itertools.chain.from_iterable(iter(loader) for _ in epochs_of(loader.source)), 25)
-    seen = 0
-    for batch in pairs:
-        for sample, key in zip(batch["batch"], batch["keys"], strict=True):
-            assert encoded(other.restore_sample(key)) == encoded(sample)
-            seen += 1
-    assert seen >= dealt.batch
-
-
-LOADER_CHECKS: list[Callable[[Make], None]] = [
-    is_rescaled_at_any_step,
-    outlives_its_workers,
-    gives_a_sample_again_by_its_key,
-]

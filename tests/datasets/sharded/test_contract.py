@@ -5,19 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import layer_stacks
 import numpy as np
 import opaque_streams
 import pytest
 import torch
-from listed import Counting, Listed
-from tests.datasets.sharded.contract import CURSOR_CHECKS, LOADER_CHECKS, Make
+from tests.datasets.sharded.contract import CURSOR_CHECKS, Make
 
-from penstock.data import LogicalShards, MegatronDocuments, megatron_blend
-
-MEGATRON = Path(__file__).parents[2] / "data" / "megatron"
+from penstock.data import LogicalShards
+from penstock.proto.state import snapshot_cadence
 
 
 def numbers() -> Iterator[int]:
@@ -57,37 +54,19 @@ SOURCES: dict[str, Make] = {
     "pieces that draw": lambda: LogicalShards([partial(drawing, 5), partial(drawing, 4)], shards=2),
     "records that draw": lambda: LogicalShards([Drawing(7), [1, 2, 3], Drawing(5)], shards=3, shuffle=True),
     "tables that draw": lambda: LogicalShards([partial(drawing_table, n) for n in (4, 6, 5)], shards=3, max_open=1),
-    "unequal lists": lambda: Listed([3, 0, 11, 1, 0]),
-    "of unknown lengths": lambda: Listed([7, 0, 2, 4], known=False),
-    "one shard": lambda: Listed([9], known=False),
-    "endless": lambda: Counting(6),
     "an empty piece between two": lambda: LogicalShards([numbers, nothing, numbers], counts=[3, 0, 3], shards=1),
-    "Megatron's documents": lambda: LogicalShards(
-        [MegatronDocuments(MEGATRON / name)[:12] for name in ("text", "sentences")], shards=3, shuffle=True
-    ),
-    "a Megatron blend": lambda: megatron_blend([f"{MEGATRON}/text", f"{MEGATRON}/images"], shards=2),
     **opaque_streams.SOURCES,
     **layer_stacks.STACKS,
 }
 
 
-DEALT = [
-    "records that draw",
-    "generators",
-    "language model",
-    "mixture by tokens, scheduled",
-    "packed by best fit",
-]
-"""Sources that a loader divides; test_loader.py has lists. A loader sees cursors alone, which are checked for all."""
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams take snapshots whenever they may, whatever they cost: by count alone."""
+    monkeypatch.setattr(snapshot_cadence, "SHARE", 1.0)
 
 
 @pytest.mark.parametrize("check", CURSOR_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source(name: str, check: Callable[[Make], None]) -> None:
-    check(SOURCES[name])
-
-
-@pytest.mark.parametrize("check", LOADER_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", DEALT)
-def test_a_loader_of_a_source(name: str, check: Callable[[Make], None]) -> None:
     check(SOURCES[name])

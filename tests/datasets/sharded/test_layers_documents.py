@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from given_shards import Given, again, first, whole
+from given_shards import Given, again, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data import Chunked, LogicalShards, Mapped, Packed, Repeated
+from penstock.data import Chunked, Packed
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.codec import encode_state
 
@@ -47,7 +47,7 @@ def cut_everywhere(source: Any, expected: list[list[int]], skipped: int) -> None
         assert list(again(source, cursor)) == []
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(DOCUMENTS, st.integers(1, 8), SEPARATOR, SEPARATOR, st.integers(0, 5))
 def test_documents_in_pieces(
     documents: list[list[int]], length: int, bos: int | None, eos: int | None, skipped: int
@@ -71,7 +71,7 @@ def lines_by_hand(tokens: list[int], length: int, pad: int | None, bos: int | No
     return lines
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(DOCUMENTS, st.integers(3, 30), st.sampled_from([None, 7]), SEPARATORS, SEPARATORS, st.integers(0, 5))
 def test_documents_in_lines(
     documents: list[list[int]], length: int, pad: int | None, bos: int | None, eos: int | None, skipped: int
@@ -103,7 +103,7 @@ def whole_documents_by_hand(
     return lines
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(DOCUMENTS, st.integers(3, 30), SEPARATORS, SEPARATORS, st.integers(0, 5))
 def test_whole_documents_in_lines(
     documents: list[list[int]], length: int, bos: int | None, eos: int | None, skipped: int
@@ -123,7 +123,7 @@ def test_a_line_has_one_bos_and_one_eos() -> None:
         Packed(Given([[[1]]]), length=2, bos=0, eos=9)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(DOCUMENTS, st.frozensets(st.integers(0, 99), max_size=60), st.integers(1, 5), st.integers(0, 5))
 def test_documents_are_stripped_or_dropped(
     documents: list[list[int]], strip: frozenset[int], least: int, skipped: int
@@ -170,15 +170,10 @@ def test_the_kinds_of_documents(tmp_path: Path) -> None:
     ("document", "what"),
     [
         ("text", "str"),
-        ({"tokens": [1]}, "dict"),
         ([1.5], r"float64 of shape \(1,\)"),
-        ([[1], [2]], r"int64 of shape \(2, 1\)"),
         ([[1], [2, 3]], r"object of shape \(2,\)"),
         (torch.ones(2, 2, dtype=torch.int64), r"int64 of shape \(2, 2\)"),
-        (torch.ones(2), r"float32 of shape \(2,\)"),
-        (["a"], r"<U1 of shape \(1,\)"),
         (np.array(True), r"bool of shape \(\)"),
-        (7, "int"),
     ],
 )
 def test_what_is_no_document(document: Any, what: str) -> None:
@@ -187,21 +182,6 @@ def test_what_is_no_document(document: Any, what: str) -> None:
         next(cursor)
         with pytest.raises(DatasetError, match=rf"document 1 of shard 0 in epoch 2 must be .* got {what}. Use Mapped"):
             next(cursor)
-
-
-@pytest.mark.parametrize("good", [1, 4], ids=["one call", "several calls"])
-def test_error_after_empty_documents_is_raised(good: int) -> None:
-    """Samples after the invalid one must not be read, nor the shard seem to end."""
-    lines = [[number] * 4 for number in range(good)]
-    documents = [*lines, [], ["invalid"], *([[8] * 4] * 9)]
-    packed = Packed(LogicalShards([documents], shards=1), length=4).open(0, 0, 1)
-    assert lists([next(packed) for _ in lines]) == lines
-    with pytest.raises(DatasetError, match=f"document {good + 1} of shard 0"):
-        next(packed)
-    chunked = Chunked(LogicalShards([documents], shards=1), length=4).open(0, 0, 1)
-    assert chunked.skip(good) == good
-    with pytest.raises(DatasetError, match=f"document {good + 1} of shard 0"):
-        chunked.skip(3)
 
 
 def test_a_document_longer_than_allowed() -> None:
@@ -218,11 +198,6 @@ def test_a_token_that_no_int64_holds() -> None:
     cursor = Packed(Given([[np.array([1, 1 << 63], np.uint64)]]), length=2).open(0, 0, 1)
     with pytest.raises(DatasetError, match="tokens must fit int64, got 9223372036854775808"):
         next(cursor)
-
-
-def test_lines_go_on_across_epochs() -> None:
-    source = Packed(Repeated(Given([[[1, 2], [3]]])), length=4)
-    assert lists(first(source, 3)) == [[1, 2, 3, 1], [2, 3, 1, 2], [3, 1, 2, 3]]
 
 
 def test_a_state_holds_no_text() -> None:
@@ -254,15 +229,3 @@ def test_a_document_that_has_become_shorter(layer: Any, message: str) -> None:
     cursor = layer(Given([[[0, 1]]])).open(0, 0, 1, cursor.saved_position())
     with pytest.raises(DatasetError, match=message):
         next(cursor)
-
-
-def test_skipping_lines_makes_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Packed(Chunked(Mapped(Given([[[1] * 5] * 20]), list), length=3), length=10)
-    cursor = source.open(0, 0, 1)
-    monkeypatch.setattr(torch, "from_numpy", None)
-    with pytest.raises(TypeError):
-        next(cursor)
-    monkeypatch.undo()
-    cursor = Packed(Given([[[1] * 5] * 20]), length=10).open(0, 0, 1)
-    monkeypatch.setattr(torch, "from_numpy", None)
-    assert cursor.skip(100) == 10

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from given_shards import Given, again, first, whole
+from given_shards import Given, again, whole
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data import Grouped, Mixture, Repeated, WindowShuffled
+from penstock.data import Grouped, Mixture, WindowShuffled
 from penstock.proto.errors import DatasetError
 
 
@@ -36,11 +36,6 @@ def test_stacked_windows_do_not_undo_each_other() -> None:
     order = whole(once)
     assert twice != [order[at] for at in order]
     assert sorted(twice) == list(range(64))
-
-
-def test_windows_go_on_across_epochs() -> None:
-    source = WindowShuffled(Repeated(Given([range(10)])), 8)
-    assert sorted(first(source, 16)[8:]) == [0, 1, 2, 3, 4, 5, 8, 9]
 
 
 def test_window_does_not_depend_on_positions() -> None:

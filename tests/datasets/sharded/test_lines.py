@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data import LineFile, LogicalShards, Mapped, Repeated, ShardLoader
-from penstock.data.sharded.sources.lines import cut_files
-from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
+from penstock.proto.errors import DatasetError, StateMismatchError
 from penstock.proto.state.snapshot_cadence import SnapshotCadence
 
 
@@ -71,18 +70,6 @@ def test_few_files_make_many_shards(tmp_path: Path) -> None:
         assert sorted(epoch) == list(range(200))
 
 
-def test_files_from_a_generator_are_cut(tmp_path: Path) -> None:
-    paths = write(tmp_path, 30, 5)
-    made = LogicalShards((LineFile(path) for path in paths), shards=6)  # type: ignore[arg-type]
-    assert made.described() == source_of(paths, 6).described()
-
-
-def test_names_are_those_of_files(tmp_path: Path) -> None:
-    paths = write(tmp_path, 30, 5)
-    with pytest.raises(InvalidArgumentError, match="names must have one entry for each of 2 pieces, got 1"):
-        source_of(paths, 6, names=["a"])
-
-
 def test_saved_position_is_one_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going on reads what came since the last snapshot again, and not the range from its beginning."""
     monkeypatch.setattr(SnapshotCadence, "due", lambda self, now: True)  # on a busy machine they would come more rarely
@@ -100,13 +87,6 @@ def test_saved_position_is_one_in_the_file(tmp_path: Path, monkeypatch: pytest.M
     parsed.clear()
     assert list(source.open(1, 0, 0, position)) == rest
     assert len(parsed) - len(rest) < len(passed) // 2
-
-
-def test_ranges_are_about_as_long_as_each_other(tmp_path: Path) -> None:
-    files = [LineFile(path) for path in write(tmp_path, 10, 1000, 100)]
-    assert [len(own) for own in cut_files([*files, "other"], 30)] == [1, 25, 3, 1]
-    assert [len(own) for own in cut_files(files, 3)] == [1, 1, 1]
-    assert sum(len(own) for own in cut_files(files, 31)) == 31
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
@@ -130,16 +110,3 @@ def test_a_line_that_cannot_be_parsed_is_named(tmp_path: Path) -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         list(LogicalShards([LineFile(tmp_path / "x")], shards=1).open(0, 0, 0))
     assert f"raised for the line of {tmp_path / 'x'} that begins at byte 9" in caught.value.__notes__
-
-
-def test_too_few_pieces_are_counted(tmp_path: Path) -> None:
-    paths = write(tmp_path, 3, 3, 3, 3)
-    along = LogicalShards([lambda: iter([1, 2])] * 4, shards=12)
-    with pytest.raises(InvalidArgumentError, match=r"in each shard, got 4 pieces, 12 shards.* LineFile"):
-        Repeated(Mapped(along, str))
-    with pytest.raises(InvalidArgumentError, match="needs a sample in each shard, got 5 records, 12 shards"):
-        Repeated(LogicalShards([range(5)], shards=12))
-    with pytest.raises(InvalidArgumentError, match="counts must be None with a LineFile"):
-        source_of(paths, 12, counts=[3] * 4)
-    with pytest.raises(InvalidArgumentError, match=r"parse must be a function .* got 5"):
-        LineFile(paths[0], parse=5)  # type: ignore[arg-type]

@@ -106,14 +106,6 @@ def test_it_looks_ahead_only_as_far_as_needed() -> None:
     assert source.made == 6 * 3 + 1
 
 
-def test_known_lengths_are_not_searched_for() -> None:
-    source = Listed([50, 50])
-    loader = loader_of(source, global_batch_size=6, rank=(2, 3))
-    next(iter(loader))
-    assert len(loader) == 17
-    assert source.made == 2
-
-
 # ---- endless
 
 
@@ -227,17 +219,6 @@ def test_shared_epochs_end_is_an_epoch_of_its_own() -> None:
             assert next(iter(loader))[0] >= 1_000_000
 
 
-def test_passed_batches_are_not_made() -> None:
-    for source in (Listed(UNEQUAL), Listed(UNEQUAL, known=False), Counting(4)):
-        stream: Any = iter(loader_of(source, global_batch_size=6, rank=(1, 2)))
-        next(stream)
-        stream.skip_batch()
-        stream.skip_batch()
-        made = source.made
-        next(stream)
-        assert source.made <= made + 4
-
-
 # ---- in other hands
 
 
@@ -265,13 +246,9 @@ def test_its_length_where_that_is_known() -> None:
     ("source", "options", "says"),
     [
         (Listed([3]), {"batch_size": 1, "partitions": 2}, "partitions must be 1 for a finite source, got 2"),
-        (Listed([3]), {"batch_size": 1, "block": 2}, "block must be None for a finite source, got 2"),
-        (Counting(4), {"batch_size": 1, "partitions": 0}, "partitions must be at least 1, got 0"),
-        (Counting(4), {"batch_size": 1, "block": 0}, "block must be at least 1, got 0"),
         (Counting(4), {"batch_size": 1, "partitions": 3}, "partitions must divide the source's 4 shards, got 3"),
         (Listed([]), {"batch_size": 1}, "num_shards of the source must be at least 1, got 0"),
         ([1, 2, 3], {"batch_size": 1}, "needs a source in logical shards, got list. Use LogicalShards"),
-        (Counting(4), {"batch_size": 1, "partitions": None}, "partitions must be at least 1, got None"),
     ],
 )
 def test_settings_that_cannot_be_meant(source: Any, options: dict[str, Any], says: str) -> None:

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 from forked import join_all
-from given_shards import position_after, rest
-from opaque_streams import Counter
+from given_shards import rest
 
 from penstock.data import Filtered, Grouped, LogicalShards, Mapped, Repeated, ShardLoader
 from penstock.data.sharded.protocol import SavedPosition
-from penstock.data.sharded.sources import sequential_pieces
-from penstock.data.sharded.sources.sequential_pieces import assign_pieces
-from penstock.proto.errors import DatasetError, InvalidArgumentError, ReplayMismatchError, StateCorruptError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 
 SEED = 1
 
@@ -75,16 +72,6 @@ def in_turn(source: LogicalShards) -> list[Any]:
 # ---- open and closed
 
 
-@pytest.mark.parametrize("indexable", [True, False])
-def test_no_more_are_open_than_may_be(indexable: bool) -> None:
-    files = Files([4, 3, 5, 4, 2, 6, 3], indexable=indexable)
-    source = LogicalShards(files.pieces(), shards=4, max_open=4)
-    assert files.now == []
-    assert len(in_turn(source)) == 27
-    assert files.now == []
-    assert 2 <= files.most <= 4
-
-
 def test_the_least_recently_used_goes_first() -> None:
     files = Files([2, 2, 2])
     source = LogicalShards(files.pieces(), shards=3, max_open=2)
@@ -107,19 +94,6 @@ def test_closed_iterables_resume_where_they_were() -> None:
     assert sorted(got) == [(number, index) for number, length in enumerate([3, 4, 2, 3]) for index in range(length)]
     assert files.most == 2
     assert files.now == []
-
-
-def test_closing_pieces_with_state_does_not_warn() -> None:
-    made: list[Counter] = []
-
-    def piece(first: int) -> Counter:
-        made.append(Counter(4, first))
-        return made[-1]
-
-    source = LogicalShards([partial(piece, 10 * number) for number in range(3)], shards=3, max_open=1)
-    assert in_turn(source) == [10 * number + index for index in range(4) for number in range(3)]
-    assert sum(counter.closed for counter in made) >= len(made) - 1
-    assert max(counter.made for counter in made) <= 2, "the one before is read again, and no more"
 
 
 def test_a_forked_child_opens_its_own(tmp_path: Path) -> None:
@@ -162,18 +136,6 @@ def test_what_a_lost_cursor_held_is_closed() -> None:
         assert files.now == []
 
 
-def test_with_counts_one_function_is_called() -> None:
-    for indexable in (True, False):
-        files = Files([5, 6, 7], indexable=indexable)
-        source = LogicalShards(files.pieces(), shards=2, counts=[5, 6, 7])
-        assert (files.times, files.now) == (1, [])
-        assert sum(source.lengths(0) or []) == 18
-        assert len(in_turn(source)) == 18
-    files = Files([5, 6, 7])
-    LogicalShards(files.pieces(), shards=2)
-    assert (files.times, files.now) == (3, [])
-
-
 # ---- what is no piece, and settings
 
 
@@ -192,30 +154,13 @@ class Frame:
     [
         ([], {}, "pieces must have at least one piece"),
         ([[1], (x for x in [1])], {}, "piece 1 must be readable repeatedly, got generator"),
-        ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) must be readable repeatedly, got list_iterator"),
         (["a.txt"], {}, "piece 0 is a str, not a sequence of records"),
-        ([{"a": 1}], {}, "piece 0 is a dict, not a sequence of records"),
         ([Frame()], {}, "piece 0 is a Frame, which iterates over columns"),
         ([5], {}, "piece 0 must be indexable or iterable.* got int"),
         ([[1]], {"shards": 0}, "shards must be at least 1, got 0"),
-        ([[1]], {"max_open": 0}, "max_open must be at least 1, got 0"),
-        ([[1]], {"shuffle_block": 0}, "shuffle_block must be at least 1, got 0"),
-        ([[1], [2]], {"counts": [1]}, "counts must have one entry for each of 2 pieces, got 1"),
         ([[1], [2]], {"names": ["a", "b", "c"]}, "names must have one entry for each of 2 pieces, got 3"),
         ([[1]], {"counts": [-1]}, "counts must be at least 0, got -1"),
-        ([[1]], {"counts": [1.0]}, "counts must be a whole number, got 1.0"),
-        (
-            torch.utils.data.TensorDataset(torch.arange(4)),
-            {},
-            r"pieces must be a list of pieces, got TensorDataset",
-        ),
         (torch.zeros(3, 2), {}, "pieces must be a list .* got Tensor"),
-        (lambda: iter([1]), {}, "pieces must be a list .* got function"),
-        ("abc", {}, "pieces must be a list .* got str"),
-        ([[1]], {"shards": None}, "shards must be at least 1, got None"),
-        ([[1]], {"counts": 1}, "counts must be a list"),
-        ([[1]], {"counts": [None]}, "got None"),
-        ([[1]], {"names": "a"}, "names must be a list"),
     ],
 )
 def test_what_cannot_be_meant(pieces: Any, options: dict[str, Any], message: str) -> None:
@@ -249,19 +194,6 @@ def test_iterable_of_another_length_than_counts(said: int) -> None:
     cursor.close()
 
 
-def test_surplus_records_at_a_shards_end() -> None:
-    loader = ShardLoader(LogicalShards([lambda: iter(range(4))], shards=1, counts=[3]), batch_size=3, collate_fn=list)
-    with pytest.raises(DatasetError, match="piece 0 must have 3 records, as counts says, got more"):
-        next(iter(loader))
-
-
-def test_functions_of_two_kinds_under_counts() -> None:
-    source = LogicalShards([lambda: [1], lambda: iter([2])], shards=1, counts=[1, 1])
-    with pytest.raises(DatasetError, match=r"piece 1 must have len.. .* got list_iterator"):
-        rest(source)
-    assert rest(LogicalShards([lambda: [1], lambda: iter([2])], shards=1)) == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("counts", "why"), [(None, "it had 3 records when the source was made"), ([3], "counts says that it has 3")]
 )
@@ -273,40 +205,12 @@ def test_a_table_that_became_shorter(counts: list[int] | None, why: str) -> None
         rest(source)
 
 
-def test_a_function_that_opens_fewer_records() -> None:
-    lengths = iter([3, 2])
-    source = LogicalShards([lambda: range(next(lengths))], shards=1)
-    with pytest.raises(DatasetError, match="piece 0 must have 3 records, as at first, got 2"):
-        rest(source)
-
-
 # ---- going on with pieces that are not what they were
 
 
 def along(*pieces: list[int], **options: Any) -> LogicalShards:
     names = [f"{number}.txt" for number in range(len(pieces))]
     return LogicalShards([partial(iter, own) for own in pieces], shards=1, names=names, **options)
-
-
-def test_piece_with_other_records_is_named() -> None:
-    position = position_after(along([1], [5, 6, 7, 8]), 4)
-    assert rest(along([1], [5, 6, 7, 8]), position) == [8]
-    with pytest.raises(
-        ReplayMismatchError, match=r"piece 1 \(1.txt\) must yield the same samples .* but the samples differ"
-    ):
-        rest(along([1], [5, 66, 7, 8]), position)
-    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\) must have the 3 samples .* the stream ends after 2 "):
-        rest(along([1], [5, 6]), position)
-
-
-def test_piece_with_a_wrong_state_is_read_again() -> None:
-    position = position_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
-    other = LogicalShards([lambda: Counter(9, 100)], shards=1)
-    with (
-        pytest.warns(UserWarning, match="piece 0: its state_dict after 1 samples does not restore"),
-        pytest.raises(ReplayMismatchError, match="piece 0 must yield the same samples"),
-    ):
-        rest(other, position)
 
 
 def test_description_shows_another_list_of_pieces() -> None:
@@ -320,11 +224,6 @@ def test_description_shows_another_list_of_pieces() -> None:
     assert [name for name in whole if whole[name] != renamed[name]] == ["names"]
     swapped = LogicalShards([[1, 2], [3]], shards=2).described()
     assert swapped["counts"] == [2, 1] != LogicalShards([[3], [1, 2]], shards=2).described()["counts"]
-    plain = LogicalShards(many, shards=2).described()
-    assert plain not in (
-        LogicalShards(many, shards=3).described(),
-        LogicalShards(many, shards=2, shuffle=True).described(),
-    )
 
 
 @pytest.mark.parametrize(
@@ -334,7 +233,6 @@ def test_description_shows_another_list_of_pieces() -> None:
         {"turn": 0},
         {"turn": 3, "piece": None, "stream": None},
         {"turn": 0, "piece": 1, "stream": None},
-        {"turn": True, "piece": 0, "stream": None},
         {"turn": 0, "piece": 0, "stream": {"passed": 1}},
         {"turn": 0, "piece": 0, "stream": 7},
     ],
@@ -369,10 +267,6 @@ def numbers() -> LogicalShards:
             lambda: ShardLoader(Repeated(LogicalShards([EndsAt(range(8))], shards=1)), batch_size=2),
             "record 3 of piece 0",
         ),
-        (
-            lambda: ShardLoader(LogicalShards([EndsAt(range(8)), partial(iter, [])], shards=1), batch_size=2),
-            "record 3",
-        ),
         (lambda: ShardLoader(Repeated(Mapped(numbers(), ends_at)), batch_size=2), "Mapped ends_at: shard 0, epoch 0"),
         (
             lambda: ShardLoader(Filtered(numbers(), ends_at), batch_size=2),
@@ -399,9 +293,7 @@ def test_used_generator_is_an_error() -> None:
     ("piece", "message"),
     [
         ({"a", "b"}, "piece 0 is a set, whose order differs between processes"),
-        (lambda: frozenset("ab"), "piece 0 opens a frozenset, whose order"),
         (lambda: "all of a file", "piece 0 opens a str, not a sequence of records"),
-        (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, not a sequence of records"),
     ],
 )
 def test_opened_pieces_are_checked_like_given(piece: Any, message: str) -> None:
@@ -415,20 +307,3 @@ def test_what_cannot_be_opened_is_named() -> None:
     with pytest.raises(FileNotFoundError) as caught:
         rest(source)
     assert caught.value.__notes__ == ["raised by the function that opens piece 1 (b)"]
-
-
-def test_pieces_are_assigned_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Assign pieces once for each epoch. Each shard of an endless source is in an epoch of its own, and an assignment
-    looks at all pieces."""
-    dealings: list[int] = []
-
-    def counted(*arguments: Any, epoch: int, **options: Any) -> list[list[int]]:
-        dealings.append(epoch)
-        return assign_pieces(*arguments, epoch=epoch, **options)
-
-    monkeypatch.setattr(sequential_pieces, "assign_pieces", counted)
-    source = LogicalShards([partial(iter, [n]) for n in range(8)], shards=2, shuffle=True)
-    for _ in range(3):
-        for epoch in range(5):
-            source.open(0, epoch, SEED).close()
-    assert dealings == [0, 1, 2, 3, 4]

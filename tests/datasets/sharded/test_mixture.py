@@ -15,14 +15,13 @@ from given_shards import Given, again, first, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data import LogicalShards, Mixture, Repeated, Schedule, ShardedSource, WindowShuffled
+from penstock.data import Mixture, Repeated, ShardedSource, WindowShuffled
 from penstock.data.sharded.layers import mixture, mixture_order
 from penstock.data.sharded.layers.mixture import Stop
-from penstock.data.sharded.layers.mixture_order import MixtureShares, shares_of
+from penstock.data.sharded.layers.mixture_order import shares_of
 from penstock.data.sharded.layers.mixture_schedule import MAX_PARTS, parts_of
 from penstock.data.sharded.protocol import Cursor, PositionOf
-from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
-from penstock.proto.state.generators import derive_seed
+from penstock.proto.errors import InvalidArgumentError, StateCorruptError
 
 # --- weights
 
@@ -31,15 +30,11 @@ from penstock.proto.state.generators import derive_seed
     ("weights", "parts"),
     [
         ([0.7, 0.2, 0.1], (7, 2, 1)),
-        ([70, 20, 10], (7, 2, 1)),
         ([0.1 + 0.2, 0.7], None),
         ([1 / 3, 2 / 3], (1, 2)),
         ([Fraction(1, 3), Fraction(1, 6), Decimal("0.5")], (2, 1, 3)),
         ([np.float32(0.7), np.float64(0.3)], (7, 3)),
-        ([5], (1,)),
         ([0, 3, 0.0, 1], (0, 3, 0, 1)),
-        ([1e-3, 1], (1, 1000)),
-        ([1] * 9, (1,) * 9),
     ],
 )
 def test_weights_are_what_their_text_says(weights: list[Any], parts: tuple[int, ...] | None) -> None:
@@ -61,24 +56,14 @@ def test_odd_weights_are_rounded_to_parts(weights: list[float]) -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([0.5, -0.1], r"weights\[1\] must be at least 0, got -0.1"),
         ([0, 0.0], r"at least one weight must be above 0"),
-        ([float("nan")], r"weights\[0\] must be a finite number, got nan"),
         ([1, float("inf")], r"weights\[1\] must be a finite number, got inf"),
-        ([1, None], r"weights\[1\] must be a finite number, got None"),
         ([1, 1e-6], r"weights\[1\] must be 0, or at least 1/65,536 .*, got 1e-06"),
     ],
 )
 def test_invalid_weights_are_refused(weights: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         parts_of(weights)
-
-
-def test_errors_name_the_source_of_a_weight() -> None:
-    sources = {name: LogicalShards([[1]], shards=1) for name in ("web", "code")}
-    for weights in ({"web": 1, "code": -2}, Schedule({0: {"web": 1}, 9: {"web": 1, "code": -2}})):
-        with pytest.raises(InvalidArgumentError, match=r"weights\['code'\] must be at least 0, got -2"):
-            Mixture(sources, weights=weights)
 
 
 # --- turns
@@ -103,8 +88,8 @@ def test_shares_are_exact_to_one_sample(parts: list[int], block: int) -> None:
 
 @pytest.mark.parametrize(
     "weights",
-    [[65_535, 1], [0.9, 0.05, 0.03, 0.0199, 0.0001], list(range(1, 30)), [3.14159, 2.71828, 0.57721], [997, 2, 1]],
-    ids=["most parts", "rare", "many", "odd", "prime"],
+    [[65_535, 1], [0.9, 0.05, 0.03, 0.0199, 0.0001], [3.14159, 2.71828, 0.57721]],
+    ids=["most parts", "rare", "odd"],
 )
 def test_shares_of_harder_weights(weights: list[float]) -> None:
     parts = parts_of(weights)
@@ -116,27 +101,11 @@ def test_one_position_or_many() -> None:
     assert [shares_of((7, 2, 1)).at(int(place)) for place in places] == shares_of((7, 2, 1)).many(places).tolist()
 
 
-def test_a_common_divisor_changes_nothing() -> None:
-    assert (
-        shares_of((70, 20, 10)).many(np.arange(500)).tolist() == MixtureShares((7, 2, 1)).many(np.arange(500)).tolist()
-    )
-
-
 def test_the_turns_are_the_same_for_ever() -> None:
     """A saved state is a position in this order."""
     order = shares_of((7, 2, 1)).many(np.arange(9000))
     assert "".join(map(str, order[:40])) == "0001020100200010001010000100200201001000"
     assert hashlib.sha256(order.astype("<u2").tobytes()).hexdigest()[:16] == "62a2f7c2edd383c6"
-
-
-@pytest.mark.parametrize(("weights", "shards"), [((1, 1), 2), ((7, 2, 1), 10), ((7, 2, 1), 64), ((3, 3, 3, 1), 60)])
-def test_each_shard_gets_each_sources_share(weights: tuple[int, ...], shards: int) -> None:
-    """Turns that repeated themselves with the weights' period would give a shard the same source again and again."""
-    order = shares_of(weights).many(np.arange(120_000))
-    for shard in range(shards):
-        for source, weight in enumerate(weights):
-            share = weight / sum(weights)
-            assert 0.75 < np.mean(order[shard::shards] == source) / share < 1.25, (shard, source)
 
 
 # --- mixtures
@@ -164,13 +133,6 @@ def test_same_data_twice_has_two_orders() -> None:
     turn = shares_of((1, 1)).many(np.arange(100))
     ones, others = ([sample for sample, number in zip(samples, turn, strict=True) if number == n] for n in (0, 1))
     assert ones[:40] != others[:40]
-
-
-def test_a_mixture_of_one() -> None:
-    leaf = Given([range(50)] * 2, shuffled=True)
-    for stop in get_args(Stop):
-        seed = derive_seed(1, "mixture", 0)
-        assert first(Mixture([leaf], [3], stop=stop), 50, shard=1) == whole(leaf, shard=1, seed=seed)
 
 
 def test_a_source_without_weight_is_never_read() -> None:
@@ -202,6 +164,7 @@ def by_hand(lengths: Sequence[int], parts: Sequence[int], stop: Stop) -> list[st
     return out
 
 
+@settings(max_examples=40)
 @given(st.data(), st.sampled_from(["first", "last"]), st.booleans(), st.booleans())
 def test_ends(data: st.DataObject, stop: Stop, known: bool, placed: bool) -> None:
     count = data.draw(st.integers(1, 4))
@@ -261,8 +224,6 @@ def test_much_is_passed_over_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([], [], "never", "at least one source, got none"),
         ([marked("a", [1])], [1, 2], "never", "one weight for each of 1 sources, got 2"),
-        (marked("a", [1]), [1], "never", "Mixture needs two lists or dicts"),
-        ([marked("a", [1])], 1, "never", "Mixture needs two lists or dicts"),
         ([marked("a", [1])], [1], "soon", "stop must be one of never, first, last, got 'soon'"),
         ([marked("a", [1]), marked("b", [1, 1])], [1, 2], "never", r"the same number of shards, got \[1, 2\]"),
         ([marked("a", [1]), Repeated(marked("b", [1]))], [1, 2], "first", r"got sources\[1\]. Put Repeated"),
@@ -282,14 +243,3 @@ def test_saved_position_of_another_mixture() -> None:
     ):
         with pytest.raises(StateCorruptError, match="the saved position of a Mixture of 1 sources is damaged"):
             Mixture([marked("a", [1])], [1]).open(0, 0, 1, wrong)
-
-
-def test_a_source_that_ends_though_it_never_does() -> None:
-    class Liar(Given):
-        endless = True
-
-    for cursor in (Mixture([Liar([[1, 2]])], [1]).open(0, 0, 1) for _ in range(2)):
-        with pytest.raises(DatasetError, match=r"sources\[0\] of a Mixture must be endless, .* but has ended"):
-            cursor.skip(3)
-        with pytest.raises(DatasetError, match=r"sources\[0\] of a Mixture"):
-            next(cursor)

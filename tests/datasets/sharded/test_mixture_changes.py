@@ -51,9 +51,9 @@ LATER = Schedule({0: [2, 1, 0], 40: [1, 3, 0], 96: [0, 3, 1]})
 
 
 @pytest.mark.parametrize("by", ["samples", "tokens"])
-@pytest.mark.parametrize("saved", [3, 5, 8])
-def test_changed_run_equals_the_schedule(by: Any, saved: int) -> None:
-    """A run that is saved before, at or after the change, and goes on elsewhere with the original code."""
+def test_changed_run_equals_the_schedule(by: Any) -> None:
+    """A run that is saved at the change, and goes on elsewhere with the original code."""
+    saved = 5
     whole = AllWorkers(lambda: loader(LATER, by, 1), (1, 1)).take(40)
     before = AllWorkers(lambda: loader([2, 1], by), (1, 3))
     got = before.take(min(saved, STEP - 1))
@@ -72,38 +72,13 @@ def test_changed_run_equals_the_schedule(by: Any, saved: int) -> None:
     assert got == whole
 
 
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-@pytest.mark.parametrize("more", [{}, {"keys": "key", "counts": Counts()}])
-def test_state_from_before_the_order_goes_on(by: Any, more: dict[str, Any]) -> None:
-    """A worker that made batches ahead is replaced, for each batch from which its successor may start: with the same
-    batches before the change, keys included."""
-    for worker in range(3):
-        for done in range(4):
-            old = AllWorkers(lambda: loader([2, 1], by, **more), (1, 3))
-            made = list(_some(old.passes[worker], done))
-            old = AllWorkers(lambda: loader([2, 1], by, **more), (1, 3))
-            _some(old.passes[worker], done)
-            state = old.workers[worker].state_dict()
-            ahead = _some(old.passes[worker], 5 - done)
-            new = AllWorkers(
-                lambda: ordered([change(STEP, {"a": 1, "b": 3, "c": 1}, "c", required=True)], by=by, **more), (1, 3)
-            )
-            beyond = done > 0 and worker + 3 * (done - 1) + 1 >= STEP
-            if beyond:
-                with pytest.raises(ReplayMismatchError, match="lacks the weights"):
-                    new.workers[worker].load_state_dict(state)
-                continue
-            new.workers[worker].load_state_dict(state)
-            again = _some(iter(new.workers[worker]), 5 - done)
-            whole = _some(
-                AllWorkers(lambda: loader(Schedule({0: [2, 1, 0], 40: [1, 3, 1]}), by, 1, **more), (1, 3)).passes[
-                    worker
-                ],
-                5,
-            )
-            assert [_rows(batch) for batch in made + again] == [_rows(batch) for batch in whole]
-            same = [number for number in range(done, 5) if worker + 3 * number + 1 < STEP]
-            assert again[: len(same)] == ahead[: len(same)]
+def test_state_beyond_a_new_change_is_refused() -> None:
+    """Of a worker that made batches ahead and is replaced. test_mixture_windows.py goes on from the states before."""
+    old = AllWorkers(lambda: loader([2, 1]), (1, 3))
+    _some(old.passes[2], 2)
+    new = AllWorkers(lambda: ordered([change(STEP, {"a": 1, "b": 3}, required=True)]), (1, 3))
+    with pytest.raises(ReplayMismatchError, match="lacks the weights"):
+        new.workers[2].load_state_dict(old.workers[2].state_dict())
 
 
 def _some(batches: Any, count: int) -> list[Any]:
@@ -114,15 +89,6 @@ def _rows(batch: Any) -> Any:
     return batch["batch"] if isinstance(batch, dict) else batch
 
 
-def test_keys_lead_to_samples_on_both_sides() -> None:
-    made = ordered(CHANGES, keys="key")
-    for batch in _some(iter(made), 16):
-        for sample, key in zip(batch["batch"], batch["key"], strict=True):
-            assert made.restore_sample(key) == sample
-    with pytest.raises(StateMismatchError, match="must have the digest"):
-        loader([2, 1], keys="key").restore_sample(key)
-
-
 def test_code_may_catch_up_with_the_changes() -> None:
     """The weights of a change may go into the code, also with other weights that come later."""
     run = AllWorkers(lambda: ordered(CHANGES), (1, 2))
@@ -130,36 +96,6 @@ def test_code_may_catch_up_with_the_changes() -> None:
     caught = Schedule({0: [2, 1, 0], 40: [1, 3, 0], 96: [0, 3, 1], 200: Ramp([1, 1, 1], 10)})
     got += AllWorkers(lambda: loader(caught, more=1), (2, 1), run).take(20)
     assert got == AllWorkers(lambda: loader(caught, more=1), (1, 1)).take(36)
-
-
-def test_change_overrides_later_weights() -> None:
-    """Also the rest of a ramp, and a change that was ordered before for later."""
-    ahead = Schedule({0: [2, 1], 16: Ramp([1, 5], 64), 240: [1, 0]})
-    run = AllWorkers(lambda: loader(ahead), (1, 2))
-    got = run.take(5)
-
-    def made() -> ShardLoader:
-        found = loader(ahead)
-        found.change_mixture([change(20, {"a": 1}), change(7, {"a": 1, "b": 1})], load)
-        return found
-
-    got += AllWorkers(made, (1, 1), run).take(40)
-    flat = [row[0] for batch in got for row in batch]
-    assert set(flat[48:]) == {0, 1}
-    assert abs(sum(flat[48:]) - len(flat[48:]) / 2) <= 1
-    assert got[:6] == AllWorkers(lambda: loader(ahead), (1, 1)).take(6)
-
-
-def test_added_source_is_known_to_later_changes() -> None:
-    """A worker starts from a state between a change that added a source and one that only knows its name."""
-    changes = [change(3, {"a": 1, "c": 1}, "c"), change(9, {"c": 1})]
-    run = AllWorkers(lambda: ordered(changes), (1, 2))
-    got = run.take(5)
-    run.lose(0)
-    run.lose(1)
-    got += AllWorkers(lambda: ordered([]), (2, 1), run).take(10)
-    expected = Schedule({0: [2, 1, 0], 16: [1, 0, 1], 64: [0, 0, 1]})
-    assert got == AllWorkers(lambda: loader(expected, more=1), (1, 1)).take(15)
 
 
 def test_epochs_before_a_change_lack_it() -> None:
@@ -198,22 +134,6 @@ def test_state_of_a_later_epoch_keeps_its_changes() -> None:
     assert {row[0] for batch in _some(iter(elsewhere), 9)[2:] for row in batch} == {1}
 
 
-def test_code_that_caught_up_keeps_drops() -> None:
-    """The code has the weights of a change that had dropped an earlier one for later; the other stays dropped."""
-    changes = [change(20, {"a": 1}), change(7, {"a": 1, "b": 1})]
-    run = AllWorkers(lambda: ordered(changes), (1, 2))
-    got = run.take(9)
-    caught = Schedule({0: [2, 1], 48: [1, 1]})
-    for made in (lambda: loader(caught), lambda: _given(loader(caught), changes)):
-        again = AllWorkers(made, (2, 1), run)
-        assert got + again.take(30) == AllWorkers(lambda: loader(caught), (1, 1)).take(39)
-
-
-def _given(made: ShardLoader, changes: list[dict[str, Any]]) -> ShardLoader:
-    made.change_mixture(changes, load)
-    return made
-
-
 def test_change_of_another_history_is_left_out() -> None:
     """The run's record has a change, but its job goes on from a state of a run that went its own way past it."""
     run = AllWorkers(lambda: loader([2, 1]), (1, 1))
@@ -222,12 +142,12 @@ def test_change_of_another_history_is_left_out() -> None:
     assert got == AllWorkers(lambda: loader([2, 1]), (1, 1)).take(14)
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_plan_names_the_position_and_weights(steps: int) -> None:
+def test_plan_names_the_position_and_weights() -> None:
+    steps = 3
     run = AllWorkers(lambda: loader([2, 1]), (1, 2))
     run.take(steps)
     asked = {"a": "0.25", "b": "0.5", "c": "0.25"}
-    state = run.state() if steps else None
+    state = run.state()
     _, position, parts, was, now, _ = ordered([]).plan_change(STEP - 1 - steps, 0, state, asked, {"c": "sources:c"}, [])
     assert (position, parts) == ((0, 40), {"a": 1, "b": 2, "c": 1})
     assert (was, now) == ({"a": 2 / 3, "b": 1 / 3}, {"a": 0.25, "b": 0.5, "c": 0.25})
@@ -263,24 +183,14 @@ def _mixture() -> Mixture:
     return Mixture({"a": source(0), "b": source(1)}, [2, 1])
 
 
-def test_retired_source_needs_no_weights() -> None:
-    _, _, parts, _, now, _ = ordered([]).plan_change(2, 0, None, {}, {}, ["a"])
-    assert (parts, now) == ({"a": 0, "b": 1}, {"a": 0.0, "b": 1.0})
-
-
 @pytest.mark.parametrize(
     ("weights", "added", "retired", "says"),
     [
         ({"a": "1", "x": "1"}, {}, [], r"a source must be one of a, b, got 'x'"),
-        ({"a": "-1", "b": "2"}, {}, [], r"weights\['a'\] must be at least 0, got -1"),
-        ({"a": "nan", "b": "2"}, {}, [], r"weights\['a'\] must be a finite number, got 'nan'"),
-        ({"a": "1e400", "b": "0"}, {}, ["x"], r"must be one of a, b, got 'x'"),
         ({"a": "0", "b": "0"}, {}, [], r"at least one weight must be above 0"),
-        ({"a": "1e400", "b": "1"}, {}, [], r"at least 1/65,536 of the sum of all weights, got 1"),
         ({"a": "1e999999999", "b": "1"}, {}, [], r"must be 0 or from 1e-400 to 1e400, got '1e999999999'"),
         ({"a": "1"}, {}, [], r"--retire must name each source, got none for b"),
         ({"a": "1", "b": "1"}, {}, ["b"], r"got 'b' in both"),
-        ({}, {}, ["x"], r"must be one of a, b, got 'x'"),
         ({}, {"c": "sources:c"}, [], r"must have a weight for the added source 'c'"),
         ({"a": "1", "b": "1"}, {"a": "sources:c"}, [], r"--add must name a new source, got 'a'"),
         ({"a": "1", "b": "1", "c": "1"}, {"c": "sources:few"}, [], r"'c' must have 4 shards, got 1"),
@@ -303,7 +213,6 @@ def test_position_must_be_in_range() -> None:
     [
         (lambda: Packed(mixed([1, 1, 1], "tokens"), length=16), "Packed"),
         (lambda: Mapped(mixed([1, 1, 1]), list, skip_failures=2), "Mapped with skip_failures"),
-        (lambda: Given([range(9)]), "Given"),
         (lambda: Mapped(Given([range(9)]), list), "Given"),
         (lambda: Mixture([Given([range(9)] * 2)] * 2, [1, 1], stop="last"), "a Mixture with another stop"),
     ],

@@ -64,32 +64,17 @@ def deviation(begin: Sequence[int], end: Sequence[int], over: int, part: Any) ->
     return found
 
 
-@pytest.mark.parametrize("over", [1, 2, 37, 20_000])
+@pytest.mark.parametrize("over", [1, 20_000])
 def test_ramps_follow_their_line(over: int) -> None:
     begin, end = [9, 1, 0, 0, 30], [0, 1, 40, 2, 3]
     part = order(Schedule({0: Ramp(end, over, start=begin)}), over, 5)
     assert deviation(begin, end, over, part) < 2.25
 
 
-def test_long_ramps_are_looked_up_at_once() -> None:
-    """A ramp of a ten million samples is found in the middle without the samples before it."""
-    found = order_of(segments_of(Schedule({0: [1, 0], 7: Ramp([0, 1], 10**7)}), "ab"))
-    near = found.many(np.arange(7 + 5 * 10**6, 7 + 5 * 10**6 + 4000))
-    assert abs(np.mean(near) - 0.5) < 0.01
-    assert found.at(5 * 10**6 + 7) == near[0]
-    assert found.many(np.array([7 + 10**7, 10**15])).tolist() == [1, 1]
-
-
 def test_scheduled_orders_are_the_same_for_ever() -> None:
     """A saved state is a position in this order."""
     found = order(Schedule({0: [7, 2, 1], 1000: Ramp([1, 1, 1], 3000), 5000: [0, 1, 1]}), 8000)
     assert hashlib.sha256(found.astype("<u2").tobytes()).hexdigest()[:16] == "d58a0b43a2034d63"
-
-
-def test_one_segment_is_constant_weights() -> None:
-    assert mixed(Schedule({0: [7, 2, 1]})).described() == mixed({"a": 0.7, "b": 0.2, "c": 0.1}).described()
-    assert mixed(np.array([7, 2, 1])).described() == mixed((7, 2, 1)).described()
-    assert first(mixed(Schedule({0: [7, 2, 1]})), 50) == first(mixed([7, 2, 1]), 50)
 
 
 def test_positions_may_be_steps() -> None:
@@ -142,14 +127,10 @@ def test_ramps_of_many_sources_meet_deadlines() -> None:
     assert deviation(begin, end, 20, order(Schedule({0: Ramp(end, 20, start=begin)}), 20, 30)) < 2.25
 
 
-# ---- topologies and resumes
-
-
 # ---- other weights after a resume
 
 
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("by", "nested"), [("samples", True), ("tokens", False)])
 def test_run_resumes_with_later_weights(by: Any, nested: bool) -> None:
     """Weights that change where the run has not been, and a source that is added there, continue the same order."""
 
@@ -246,70 +227,29 @@ def wanted(loader: ShardLoader) -> dict[str, float | None]:
     return {name: counts.wanted and counts.wanted[0] for name, counts in by_source(loader.tally.rows).items()}
 
 
-def test_wanted_shares_under_packing() -> None:
-    """The position is that of the mixture's documents, not of the lines."""
-    source = Packed(mixed(Schedule({0: [1, 0, 0], 90: [0, 1, 1]}), "tokens"), length=16)
-    loader = ShardLoader(source, batch_size=6, block=6, partitions=6, counts=Counts(), collate_fn=list)
-    stream, steps = iter(loader), 0
-    while wanted(loader) in ({}, {"a": 1.0}):
-        next(stream)
-        steps += 1
-    assert wanted(loader).get("b", 0.5) == 0.5
-    assert 3 <= steps <= 8  # 15 documents of a shard are 75 tokens, 5 lines
-
-
 # ---- bad input
 
 
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (lambda: Schedule({}), r"needs a dict from positions to weights"),
-        (lambda: Schedule([1]), r"needs a dict from positions to weights"),  # type: ignore[arg-type]
         (lambda: Schedule({5: [1]}), r"first position of a Schedule must be 0, got 5"),
         (lambda: Schedule({0: [1], 9: [1], 4: [1]}), r"must ascend, got 4 after 9"),
-        (lambda: Schedule({-3: [1]}), r"a position of a Schedule must be from 0 to .* got -3"),
-        (lambda: Schedule({0.5: [1]}), r"a position of a Schedule must be a whole number, got 0.5"),  # type: ignore[dict-item]
-        (
-            lambda: Schedule({0: [1], 1 << 50: [1]}, rows_per_step=1 << 13),
-            r"from 0 to 562949953421311, got 1125899906842624",
-        ),
-        (lambda: Schedule({True: [1]}), r"a position of a Schedule must be from 0 to .* got True"),
-        (lambda: Schedule({0: [1]}, rows_per_step=0), r"rows_per_step must be at least 1, got 0"),
-        (
-            lambda: mixed(Schedule({0: [1, 1, 1], 7: [1, -1, 1]})),
-            r"position 7: weights\[1\] must be at least 0, got -1",
-        ),
-        (
-            lambda: mixed(Schedule({0: [float("nan"), 1, 1]})),
-            r"position 0: weights\[0\] must be a finite number, got nan",
-        ),
         (lambda: mixed(Schedule({0: {"a": 0}})), r"at position 0: at least one weight must be above 0"),
-        (
-            lambda: mixed(Schedule({0: {"a": 1}, 4: {"web": 1}})),
-            r"at position 4 must name sources .*a, b, c.*got 'web'",
-        ),
+        (lambda: mixed(Schedule({0: {"a": 1}, 4: {"web": 1}})), r"position 4 must name sources .*a, b, c.*got 'web'"),
         (
             lambda: mixed(Schedule({0: {"a": 1}, 4: [1, 2]})),
             r"position 4 must be one weight for each of 3 .* 2 weights",
         ),
-        (lambda: mixed(Schedule({0: {"a": 1}, 4: 7})), r"position 4 must be one weight for each of 3 .* got a int"),  # type: ignore[dict-item]
         (lambda: mixed(Schedule({0: Ramp([1, 1, 1], 5)})), r"Ramp at position 0 .* Give Ramp\(..., start=\)"),
         (
             lambda: mixed(Schedule({0: [1, 1, 1], 5: Ramp([1, 0, 0], 6), 10: [1, 1, 1]}, rows_per_step=3)),
             r"Ramp at position 5 must end at most at 10, got over=6",
         ),
-        (lambda: mixed(Schedule({0: [1, 1, 1], 5: Ramp([1, 0, 0], 0)})), r"Ramp\(over=\) must be at least 1, got 0"),
-        (
-            lambda: mixed(Schedule({0: [1, 1, 1], 5: Ramp([1, 0, 0], 1 << 32)})),
-            r"must be at most 2,147,483,648 samples",
-        ),
-        (lambda: mixed({"a": 1, "x": 2}), r"the weights must name sources of the Mixture \(a, b, c\), got 'x'"),
         (
             lambda: Mixture([Given([[1]])] * 2, Schedule({0: [1, 1], 5: [1, 0]}), stop="last"),
             r"a Schedule needs stop='never', got 'last'",
         ),
-        (lambda: Mixture({"a": Given([[1]])}, [1], names=["b"]), r"names must be left out"),
     ],
 )
 def test_invalid_schedules_are_refused(made: Any, says: str) -> None:

@@ -13,7 +13,6 @@ from tests.datasets.sharded.contract import Fleet
 
 from penstock.data import (
     Balance,
-    Filtered,
     LogicalShards,
     MapLoader,
     Mapped,
@@ -22,7 +21,7 @@ from penstock.data import (
     ShardedSource,
     ShardLoader,
 )
-from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.proto.errors import InvalidArgumentError
 
 RECORDS = 300
 COSTS = np.random.default_rng(0).lognormal(5, 1, RECORDS) ** 2
@@ -54,7 +53,7 @@ def test_steps_keep_their_rows_over_any_chain(endless: bool, shapes: list[Any]) 
     assert [sorted(rows) for rows in got] == [sorted(rows) for rows in whole]
 
 
-@pytest.mark.parametrize("tail", ["emit", "pad", "drop"])
+@pytest.mark.parametrize("tail", ["emit", "pad"])
 def test_incomplete_batches_keep_their_rows(tail: Any) -> None:
     options: dict[str, Any] = {"global_batch_size": 64, "tail": tail, "collate_fn": list, "seed": 3}
     plain, balanced = (
@@ -115,20 +114,12 @@ def test_costs_are_those_of_the_records() -> None:
 @pytest.mark.parametrize(
     ("made", "balance", "says"),
     [
-        (
-            lambda: Packed(source(endless=True), length=8),
-            Balance(COSTS),
-            "balance needs LogicalShards",
-        ),
-        (lambda: Filtered(source(endless=False), bool), Balance(COSTS), "balance needs LogicalShards"),
+        (lambda: Packed(source(endless=True), length=8), Balance(COSTS), "balance needs LogicalShards"),
         (lambda: source(endless=True), Balance(COSTS, over_steps=2), "over_steps must be 1 in a ShardLoader"),
-        (lambda: source(endless=True), Balance(COSTS[1:]), "one number for each of 300 samples, got 299"),
-        (lambda: source(endless=True), 4, "balance must be a penstock.data.Balance or None, got 4"),
-        (lambda: source(endless=True), Balance(COSTS * np.nan), "must be finite and at least 0, got nan for sample 0"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(made: Any, balance: Any, says: str) -> None:
-    with pytest.raises((InvalidArgumentError, DatasetError), match=says):
+    with pytest.raises(InvalidArgumentError, match=says):
         ShardLoader(made(), global_batch_size=24, balance=balance)
 
 

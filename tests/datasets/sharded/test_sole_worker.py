@@ -10,15 +10,11 @@ import torch
 from splitting import Splitting
 from torch.utils.data import DataLoader, get_worker_info
 
-from penstock.data import LogicalShards, MapLoader, Savable, ShardLoader
+from penstock.data import LogicalShards, Savable, ShardLoader
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.proto.state.assignment import Assignment, assigned, current_assignment, process_assignment
 from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.worker_info import exchange, offer_worker_info
-
-
-def ours(shard: int) -> MapLoader:
-    return MapLoader(range(100 * shard, 100 * shard + 9), batch_size=1, collate_fn=lambda samples: samples[0])
 
 
 def asking(shard: int) -> Iterator[int]:
@@ -42,8 +38,6 @@ def answering() -> Iterator[None]:
 SOURCES: dict[str, Callable[[], ShardedSource]] = {
     "a dataset of torch's": lambda: Savable(lambda shard: Splitting(100 * shard, 9), shards=2),
     "the same as pieces": lambda: LogicalShards([Splitting(0, 9), Splitting(100, 9)], shards=2),
-    "a function that opens it": lambda: LogicalShards([lambda: Splitting(0, 9), lambda: Splitting(100, 9)], shards=2),
-    "a loader of ours": lambda: Savable(ours, shards=2),
     "asking at each sample": lambda: Savable(asking, shards=2),
 }
 ALL = [100 * shard + number for number in range(9) for shard in range(2)]
