@@ -20,7 +20,6 @@ from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.unsharded_order import UnshardedOrder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.state.assignment import Assignment, assigned
-from penstock.proto.state.restartable import RestartableDataLoader
 
 SEED = 3
 CHAINS: list[list[Shape]] = [
@@ -177,15 +176,13 @@ def test_carried_rows_survive_batches_and_skips(
 
 def test_carried_epoch_can_be_begun_again() -> None:
     whole = [list(loader) for loader in [loader_of(23, batch_size=5, tail="carry")] for _ in range(4)]
-    for workers in (0, 2):
-        loader = loader_of(23, batch_size=5, tail="carry")
-        for epoch in (0, 1, 3, 2):
-            loader.set_epoch(epoch)
-            assert len(loader) == len(whole[epoch])
-            got = list(torch.utils.data.DataLoader(loader, batch_size=None, num_workers=workers))
-            assert got == whole[epoch]
-            loader.set_epoch(epoch)  # the same one again, as if it had not been begun
-            assert next(iter(loader)) == whole[epoch][0]
+    loader = loader_of(23, batch_size=5, tail="carry")
+    for epoch in (0, 1, 3, 2):
+        loader.set_epoch(epoch)
+        assert len(loader) == len(whole[epoch])
+        assert list(loader) == whole[epoch]
+        loader.set_epoch(epoch)  # the same one again, as if it had not been begun
+        assert next(iter(loader)) == whole[epoch][0]
     loader.set_epoch(1)
     again = loader_of(23, batch_size=5, tail="carry")
     for after in range(6):
@@ -193,10 +190,9 @@ def test_carried_epoch_can_be_begun_again() -> None:
         assert list(again) == (whole[1][after:] or whole[2])
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize(("length", "samples"), [(10, 20), (10, 25), (10, 4), (7, 7), (1, 5)])
-def test_no_sample_again_before_all_have_come(length: int, samples: int, shuffle: bool) -> None:
-    loader = loader_of(length, batch_size=3, num_samples=samples, shuffle=shuffle)
+@pytest.mark.parametrize(("length", "samples"), [(10, 25), (10, 4), (1, 5)])
+def test_no_sample_again_before_all_have_come(length: int, samples: int) -> None:
+    loader = loader_of(length, batch_size=3, num_samples=samples)
     rows = [row for _ in range(9) for batch in loader for row in batch]
     assert len(rows) == 9 * samples
     for at in range(0, len(rows) - length, length):
@@ -227,7 +223,7 @@ def test_persistent_workers_begin_the_next_epoch() -> None:
     assert next(third) == next(iter(plain))
 
 
-@pytest.mark.parametrize("done", [0, 3, 10])
+@pytest.mark.parametrize("done", [3, 10])
 def test_state_after_counts_from_the_loaded_state(done: int) -> None:
     """Count batches whether the loop makes them itself or not."""
     whole = [list(loader) for loader in [loader_of(50, batch_size=5)] for _ in range(3)]
@@ -286,7 +282,7 @@ def test_skips_may_be_added_ahead_only() -> None:
 
 @pytest.mark.parametrize(
     "spoilt",
-    [*({"skip": bad} for bad in (3, [[1, 2, 3]], [[2, 1]], [[1, "2"]])), {"done": 101}, {"start": 101}],
+    [*({"skip": bad} for bad in (3, [[1, 2, 3]], [[2, 1]])), {"done": 101}, {"start": 101}],
 )
 def test_position_that_cannot_be_is_refused(spoilt: dict[str, Any]) -> None:
     loader = loader_of(40, batch_size=4)
@@ -308,20 +304,10 @@ def test_old_skips_may_be_removed_behind() -> None:
     assert flat(list(same)) == whole[16:30] + whole[34:]
 
 
-def test_one_of_several_states_is_not_that_of_all() -> None:
-    cluster = cluster_of(40, (1, 2), batch_size=4)
-    cluster.take(3)
-    with pytest.raises(StateMismatchError, match="from aggregate_state_dict or state_after"):
-        cluster_of(40, (1, 2), batch_size=4, skip=[range(30, 31)]).workers[0].load_state_dict(
-            cluster.workers[0].state_dict()
-        )
-
-
 # ---- the loader
 
 
-@pytest.mark.parametrize("tail", ["emit", "carry"])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("tail", "shape"), [("emit", (2, 3)), ("carry", (1, 1)), ("carry", (2, 3))])
 def test_a_later_state_of_a_pass_is_arithmetic(tail: Tail, shape: Shape) -> None:
     class Counted(MapLoader):
         def state_dict(self) -> dict[str, Any]:
@@ -339,16 +325,6 @@ def test_a_later_state_of_a_pass_is_arithmetic(tail: Tail, shape: Shape) -> None
     assert Counted.advance_state is None
 
 
-def test_state_is_integers_and_names_its_order() -> None:
-    loader = loader_of(10**9, batch_size=64)
-    loader.load_state_dict(loader.state_after(14 * 10**6))
-    next(iter(loader))
-    state = loader.state_dict()
-    assert len(json.dumps(state)) < 400
-    assert isinstance(loader, RestartableDataLoader)
-    assert (state["epoch"], state["start"] + state["done"] * 64) == (0, 14 * 64 * 10**6 + 64)
-
-
 class Named(Numbers):
     fingerprint = "numbers, as of May"
 
@@ -358,9 +334,7 @@ class Named(Numbers):
     [
         (Numbers(11), {}, "length was 10 and is 11"),
         (Named(10), {}, "data was None and is 'numbers, as of May'"),
-        (Numbers(10), {"shuffle": False}, "shuffle_block was 'all' and is None"),
         (Numbers(10), {"shuffle_block": 5}, "shuffle_block was 'all' and is 5"),
-        (Numbers(10), {"tail": "carry"}, "tail was 'emit' and is 'carry'"),
     ],
 )
 def test_state_of_other_order_is_refused_by_name(dataset: Numbers, changed: dict[str, Any], says: str) -> None:
@@ -383,18 +357,6 @@ def test_state_of_a_ranks_only_worker_fits_any_ranks() -> None:
         assert list(alone) == whole[2:]
 
 
-def test_aggregation_needs_the_same_samples() -> None:
-    """Another seed is no matter: outside of a worker there is none of a run."""
-    cluster = cluster_of(40, (1, 2), batch_size=2)
-    cluster.take(15)
-    states = [worker.state_dict() for worker in cluster.workers]
-    assert loader_of(40, batch_size=2, seed=0).aggregate_state_dict(states)["done"] == 15
-    with pytest.raises(StateMismatchError, match="samples is 40 on the workers and 8 here"):
-        loader_of(8, batch_size=2).aggregate_state_dict(states)
-    with pytest.raises(InvalidArgumentError, match="needs the states of all workers, got an empty list"):
-        loader_of(40, batch_size=2).aggregate_state_dict([])
-
-
 def test_a_length_that_changes_is_an_error() -> None:
     dataset = Numbers(10)
     loader = MapLoader(dataset, batch_size=3)
@@ -413,41 +375,17 @@ def test_a_shuffle_without_a_seed_takes_the_run_s() -> None:
     assert order(3) == order(3) != order(4)
 
 
-class Endless(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return count()
-
-
-class NoLength:
-    def __getitem__(self, number: int) -> int:
-        return number
-
-
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "says"),
     [
         (Numbers(0), {}, DatasetError, "Numbers must have at least one sample"),
-        (Endless(), {}, InvalidArgumentError, "dataset must be map-style, got Endless"),
         ({1, 2}, {}, InvalidArgumentError, "dataset must be map-style, got set"),
-        (NoLength(), {}, InvalidArgumentError, "dataset must have a length, got NoLength"),
-        (range(10**20), {}, InvalidArgumentError, "dataset must have a length, got range: Python int too large"),
         (Numbers(3), {"tail": "carry"}, DatasetError, "at most 3 rows .tail='carry'., got 4"),
         (Numbers(3), {"tail": "drop"}, DatasetError, "at most 3 rows .*got 4"),
-        (Numbers(9), {"num_samples": 0}, InvalidArgumentError, "num_samples must be at least 1, got 0"),
         (Numbers(9), {"num_samples": 1 << 48}, DatasetError, "must have .* got 9 and 281474976710656"),
-        (Numbers(9), {"num_samples": 2.5}, InvalidArgumentError, "num_samples must be a whole number, got 2.5"),
-        (Numbers(9), {"skip": [3]}, InvalidArgumentError, "skip must hold ranges of sample numbers.* got 3"),
         (Numbers(9), {"skip": [range(0, 9, 2)]}, InvalidArgumentError, r"skip must hold ranges.* got range\(0, 9, 2\)"),
-        (Numbers(9), {"skip": [range(-1, 9)]}, InvalidArgumentError, r"skip must hold ranges.* got range\(-1, 9\)"),
-        (Numbers(9), {"skip": [range(8, 4)]}, InvalidArgumentError, r"skip must hold ranges.* got range\(8, 4\)"),
         (Numbers(9), {"collate_fn": None}, InvalidArgumentError, "collate_fn must be a function .* got None"),
-        (Numbers(9), {"fetch_threads": -1}, InvalidArgumentError, "fetch_threads must be at least 0, got -1"),
-        (
-            Numbers(9),
-            {"fetch_threads": 1, "reseed": True},
-            InvalidArgumentError,
-            "fetch_threads must be 0 with reseed=True, got 1",
-        ),
+        (Numbers(9), {"fetch_threads": 1, "reseed": True}, InvalidArgumentError, "must be 0 with reseed=True, got 1"),
     ],
 )
 def test_settings_that_cannot_be_meant(

@@ -41,7 +41,6 @@ def noisy() -> Any:
 
 
 QUIET: dict[str, Callable[[], Any]] = {
-    "list": lambda: [{"a": n} for n in range(12)],
     "array": lambda: np.arange(24).reshape(12, 2),
     "tensors": tensors,
     "subset": lambda: Subset(tensors(), [3, 1, 4, 5, 9, 2, 6, 8]),
@@ -51,7 +50,6 @@ QUIET: dict[str, Callable[[], Any]] = {
 }
 NOISY: dict[str, Callable[[], Any]] = {
     "subclass": noisy,
-    "subset": lambda: Subset(noisy(), range(8)),
     "indices": lambda: Subset(tensors(), NoisyIndices(range(8))),
     "concatenated": lambda: ConcatDataset([noisy(), noisy()]),
     "stacked": lambda: StackDataset(a=tensors(), b=noisy()),

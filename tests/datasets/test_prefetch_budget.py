@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,13 +15,10 @@ from shard_server import ShardServer
 from waiting import until
 
 from penstock.data import LogicalShards, MDSWriter, Stream, StreamingDataset, StreamingLoader, index_parquet
-from penstock.data.cache.cache_state import CacheState
-from penstock.data.cache.prefetch import HostReaders
 from penstock.data.formats import file_ranges
 from penstock.data.loading import streaming_loader
-from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
+from penstock.data.loading.upcoming_shards import ReadingRate
 from penstock.data.ordering import epoch_plan
-from penstock.proto.errors import InvalidArgumentError
 
 SHARDS, ROWS, BATCH = 37, 20, 10
 FOREVER = float("inf")
@@ -139,35 +134,6 @@ def test_boxes_of_a_host_share_one_budget(server: ShardServer, tmp_path: Path, b
         assert 18 << 10 < settled_bytes(server, one, (boxes[0], 2)) <= 24 << 10
 
 
-HELD = """
-import sys, time
-from pathlib import Path
-from penstock.data.cache.cache_state import CacheState
-from penstock.data.cache.prefetch import HostReaders
-
-readers = HostReaders(CacheState(Path(sys.argv[1]), None, 30.0))
-print(readers.groups("other"), flush=True)
-time.sleep(600)
-"""
-
-
-def test_killed_process_does_not_count(tmp_path: Path) -> None:
-    own = HostReaders(CacheState(tmp_path, None, 30.0))
-    assert own.groups("own") == 1
-    with subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "2\n"
-            assert own.groups("own") == 2
-        finally:
-            process.kill()
-    assert own.groups("own") == 1
-    folder = tmp_path / ".penstock" / "readers"
-    assert len(list(folder.iterdir())) == 1
-    own.close()
-    assert not list(folder.iterdir())
-
-
 def test_decoding_fetches_no_more(server: ShardServer, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row groups are decoded ahead of need, but only those that the prefetch fetches."""
     monkeypatch.setattr(file_ranges, "MIN_RANGE_BYTES", 1)
@@ -209,55 +175,9 @@ def test_seconds_bound_what_is_ahead(server: ShardServer, opened: Any, monkeypat
     assert len(settle(server, dataset)) - 44 * BATCH / ROWS > 5
 
 
-def test_predownload_alone_is_as_many_samples(server: ShardServer, opened: Any) -> None:
-    dataset = opened()
-    first_batch(dataset, predownload=7 * ROWS)
-    assert len(settle(server, dataset)) in (7, 8)
-
-
 def test_used_shards_are_closed(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An open shard cannot be evicted, so that another job's full disk would stay full."""
     monkeypatch.setattr(epoch_plan, "ORDERED_AT_ONCE", 2 * BATCH)
     dataset = opened()
     for _ in StreamingLoader(dataset, batch_size=BATCH, predownload=3 * ROWS):
         assert len(dataset._open) <= 5
-
-
-def test_rate_of_reading() -> None:
-    now = 0.0
-    rate = ReadingRate(lambda: now)
-    assert rate.passed(0) is None
-    for position in range(1, 40):  # batches that were waiting in a queue
-        now += 0.001
-        assert rate.passed(position) is None
-    now += 1.961
-    assert rate.passed(40) == pytest.approx(20.0)
-    for position in range(41, 200):
-        now += 0.1
-        found = rate.passed(position)
-    assert found == pytest.approx(10.0)
-    now += 600  # a pause of the loop is forgotten soon
-    for position in range(200, 217):
-        now += 0.1
-        found = rate.passed(position)
-    assert found == pytest.approx(10.0)
-    assert rate.passed(0) is None, "another epoch's order, or a state that was loaded"
-
-
-def test_list_is_given_again_when_due() -> None:
-    """A new list is made when a batch needs what no list had, or a quarter was used; not for each batch."""
-    upcoming = UpcomingShards(np.arange(100), np.arange(0, 1000, 10), 0, 1000)
-    window = upcoming.window(0, 9, 400)
-    assert window == (0, 40, 1)
-    upcoming.gave(window, 40)
-    assert [at for at in range(0, 110, 10) if upcoming.window(at, at + 9, 400 - at)] == [100]
-    assert upcoming.window(0, 9, 500)
-    upcoming.gave(window, 1)  # by bytes no more
-    assert upcoming.window(0, 9, 900) is None
-    assert upcoming.window(0, 10, 900)
-
-
-@pytest.mark.parametrize("seconds", [-1, float("nan"), "60", True])
-def test_seconds_must_be_a_number(opened: Any, seconds: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="prefetch_seconds must be a number of seconds >= 0, or inf, got"):
-        StreamingLoader(opened(), batch_size=1, prefetch_seconds=seconds)
