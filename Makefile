@@ -49,7 +49,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock dist proto proto-check proto-baseline cli lint format format-check types docs collect pytest pytest-slow test slow simulate chaos histories fuzz demo
+.PHONY: help setup lock dist proto proto-check proto-baseline cli weight lint format format-check types docs collect pytest pytest-slow test slow simulate chaos histories fuzz demo
 .PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers bench-readers gpu storm peers pythons versions clean
 
 help: ## list the targets
@@ -90,6 +90,9 @@ proto-baseline: $(STAMP) ## take what was added to the .proto files into the pro
 
 cli: $(STAMP) ## write docs/cli.md anew, from the help of the commands
 	PYTHONPATH=tests/support $(BIN)/python -m cli_page
+
+weight: $(STAMP) ## lines, lines of code and lines of docstrings by folder
+	@$(BIN)/python tests/support/weight.py
 
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .
