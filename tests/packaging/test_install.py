@@ -33,5 +33,5 @@ def test_another_system_is_named(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "Penstock must run on Linux, got macOS" in last
+    assert "Penstock must run on Linux, got darwin" in last
     assert "container" in last
