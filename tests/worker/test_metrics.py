@@ -10,7 +10,7 @@ import pytest
 
 from penstock.proto.state.assignment import WorkerInfoAnswer
 from penstock.worker.daemon.worker_metrics import health
-from penstock.worker.processes.progress_page import BatchRecord, ProgressPage
+from penstock.worker.processes.progress_page import ENDS, ENTRIES, BatchRecord, ProgressPage
 
 
 @pytest.mark.parametrize(
@@ -112,3 +112,18 @@ def test_a_reader_sees_no_zeros_between() -> None:
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
         page.close()
+
+
+def test_newest_batches_are_kept() -> None:
+    progress_page = ProgressPage.create()
+    last = ENTRIES + 10
+    for total in range(1, last + 1):
+        progress_page.record(total, 0, total, total, delivered=0)
+    for epoch in range(ENDS + 2):
+        progress_page.end(epoch, epoch)
+    assert progress_page.entry(10) is None
+    assert progress_page.entry(11) == BatchRecord(11, 0, 11, 11)
+    assert progress_page.entry(last) == BatchRecord(last, 0, last, last)
+    assert len(progress_page.ends()) == ENDS
+    assert min(progress_page.ends()) == 2
+    progress_page.close()

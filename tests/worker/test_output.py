@@ -68,3 +68,14 @@ def test_a_log_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) -
             root.handlers[:] = before
             root.setLevel(level)
     assert said[0].startswith(b"0 ")
+
+
+def test_reading_is_bounded_in_bytes() -> None:
+    lines = OutputLines(0.0)
+    for _ in range(child_output.BYTES_PER_S >> 16):
+        assert not lines.too_fast
+        lines.feed(bytes(1 << 16), 0.0)
+    lines.feed(b"x", 0.0)
+    assert lines.too_fast
+    lines.feed(b"", 0.001)
+    assert not lines.too_fast

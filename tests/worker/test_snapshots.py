@@ -77,3 +77,28 @@ def test_room_is_bounded_and_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> 
     kept = totals(store)
     assert kept[0] == 0
     assert kept[-1] == 499
+
+
+def test_newest_at_far_edge_of_window_stays() -> None:
+    store = SlotSnapshots()
+    store.add(point(0, epoch_start=True), 0)
+    for total in range(1, 11):
+        store.add(point(total), oldest_wanted=6)
+    assert totals(store) == [0, 6, 7, 8, 9, 10]
+
+
+def test_exactly_compares_position_and_step() -> None:
+    store = SlotSnapshots()
+    store.add(point(3, step=5), 0)
+    assert store.exactly(0, 3, 3, 5) is not None
+    assert store.exactly(0, 3, 3, 6) is None
+    assert store.exactly(0, 2, 2, 5) is None
+    store.add(point(4), 0)
+    assert store.exactly(0, 4, 4, 7) is not None
+
+
+def test_a_restart_point_replaces_one_at_its_position() -> None:
+    store = SlotSnapshots()
+    for data in (b"old", b"new"):
+        store.add(StoredSnapshot(0, 3, 3, 3, False, 0, data), 0)
+    assert [point.data for point in store] == [b"new"]
