@@ -353,3 +353,27 @@ def test_it_leaves_when_its_lifeline_does() -> None:
     with pytest.raises(ConnectionRefusedError):
         connect_local(name, 1)
     receiver.stop()
+
+
+def test_passes_left_while_their_batches_come_in(rig: Rig) -> None:
+    size = 50_000
+    rig.begin()
+    for abandons in range(20):
+        total, of_pass = 2 * abandons + 1, {"abandons": abandons, "epoch": abandons}
+        stale = stream(*(batch(total + index, size, **of_pass) for index in (1, 2, 3)))
+        rig.far.sendall(stream(batch(total, size, **of_pass)) + stale[:80_000])
+        place = rig.expect(total, size)
+        rig.consumer.delivered(total)
+        rig.consumer.release(place)
+        rig.consumer.abandon(abandons, total)
+        ack = rig.ack()
+        assert (ack.delivered, ack.abandon_epoch) == (total, abandons + 1)
+        # The sender does not stop within a frame, and what it sends now has been overwritten: nobody may see it.
+        second = len(stale) // 3
+        rig.far.sendall(b"?" * (2 * second - 80_000) + stale[2 * second :])
+        rig.far.sendall(stream(a_frame(kind=END, total=total + 3, abandons=abandons, epoch=abandons)))
+        rig.far.sendall(stream(batch(total + 1, size, abandons=abandons + 1, epoch=abandons + 1)))
+        rig.take(total + 1, size)
+        assert rig.ack().delivered == total + 1
+    rig.far.sendall(stream(*(batch(total, size, abandons=20, epoch=20) for total in range(41, 49))))
+    assert len({rig.expect(total, size) for total in range(41, 49)}) == 8, "all slots are there"
