@@ -1,12 +1,17 @@
-"""Batches without rows, where an epoch ends with fewer samples than there are boxes."""
+"""The last samples of an epoch, through chains of topologies: none is repeated, none is lost, but where one says so."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from all_workers import AllWorkers, Shape
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from penstock.data import LogicalShards, MapLoader, ShardLoader
 from penstock.data.loading.collating import empty_batch, without_rows
@@ -16,14 +21,90 @@ from penstock.worker.batch.building import collate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the epoch's last batch has fewer samples than there are boxes")
 
+MOST = 12
+"""Samples of an epoch."""
 
-@pytest.mark.parametrize("ahead", [{}, {"fetch_threads": 2, "reseed": False}])
-def test_empty_batch_has_the_form_of_the_others(ahead: dict[str, Any]) -> None:
+Made = Callable[..., Any]
+
+
+LOADERS: dict[str, Callable[[int], Made]] = {
+    "map": lambda count: lambda **options: MapLoader(range(count), shuffle=True, **options),
+    "shards": lambda count: lambda **options: ShardLoader(LogicalShards([range(count)], shards=3), **options),
+    "read along": lambda count: (
+        lambda **options: ShardLoader(LogicalShards([lambda: iter(range(count))], shards=2), **options)
+    ),
+}
+"""Kind of a loader -> samples of an epoch -> what makes one of them."""
+
+
+def delivered(made: Made, legs: list[tuple[Shape, int, int]], tail: str) -> tuple[dict[int, list[int]], list[int]]:
+    """(epoch of the epoch -> its rows in the order of all boxes, all rows) for legs of (topology, batch, steps)."""
+    by_epoch: dict[int, list[int]] = defaultdict(list)
+    everything: list[int] = []
+    cluster: AllWorkers | None = None
+    for shape, batch, steps in legs:
+
+        def loader(batch: int = max(batch, shape[0])) -> Any:
+            return made(global_batch_size=batch, tail=tail, seed=1, collate_fn=list)
+
+        cluster = AllWorkers(loader, shape, cluster)
+        for _ in range(steps):
+            worker = cluster.workers[cluster.step % shape[1]]
+            (rows,) = cluster.take(1)
+            by_epoch[worker.state_dict()["epoch"]] += rows
+            everything += rows
+    return by_epoch, everything
+
+
+LEGS = st.lists(
+    st.tuples(st.sampled_from([(1, 1), (1, 3), (2, 1), (3, 2), (5, 1)]), st.integers(1, 7), st.integers(0, 5)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@settings(max_examples=8)
+@example(count=10, legs=[((1, 1), 3, 3), ((3, 1), 3, 1)], tail="emit", last=False)  # a case that failed once
+@given(
+    count=st.integers(1, MOST), legs=LEGS, tail=st.sampled_from(["emit", "pad", "drop", "carry"]), last=st.booleans()
+)
+def test_every_sample_counted(
+    kind: str,
+    count: int,
+    legs: list[tuple[Shape, int, int]],
+    tail: str,
+    last: bool,
+) -> None:
+    if tail == "carry" and kind in ("shards", "read along"):
+        tail = "emit"
+    legs = [*legs, ((1, 1), 5 if last else 2, 3)]
+    largest = max(max(batch, shape[0]) for shape, batch, _ in legs)
+    if tail in ("drop", "carry") and largest > count:
+        return  # no batch at all
+    if tail == "drop" and kind == "read along":  # what it leaves out shows only in the batch that is not made
+        legs = [(shape, largest, steps) for shape, _, steps in legs]
+    by_epoch, everything = delivered(LOADERS[kind](count), legs, tail)
+    if tail == "carry":  # an epoch has rows of the epoch before; laid end to end they are those of all epochs
+        for at in range(0, len(everything) - count, count):
+            assert sorted(everything[at : at + count]) == list(range(count))
+        return
+    newest = max(by_epoch)
+    assert sorted(by_epoch) == list(range(newest + 1))
+    for epoch, rows in by_epoch.items():
+        assert len(rows) == len(set(rows)) or tail == "pad", "a sample came twice"
+        if epoch != newest and tail in ("emit", "pad"):
+            assert set(rows) == set(range(count))
+
+
+@pytest.mark.parametrize("ahead", [{}, {"fetch_threads": 2}])
+@pytest.mark.parametrize("reseed", [False, None])
+def test_empty_batch_has_the_form_of_the_others(ahead: dict[str, Any], reseed: bool | None) -> None:
     samples = [{"x": torch.full((4,), number), "name": str(number), "y": number} for number in range(2)]
     batches = []
     for box in range(3):
         with assigned(Assignment(box, 3, 0, 1, 0, 1)):
-            loader = MapLoader(samples, global_batch_size=3, keys="key", **ahead)
+            loader = MapLoader(samples, global_batch_size=3, keys="key", reseed=reseed, **ahead)
         batches += list(loader)
     assert [batch["x"].tolist() for batch in batches] == [[[0] * 4], [[1] * 4], []]
     assert batches[2]["x"].shape == (0, 4)
@@ -72,4 +153,4 @@ def test_an_empty_batch_is_said() -> None:
         assigned(Assignment(1, 2, 0, 1, 0, 1)),
         pytest.warns(UserWarning, match="fewer samples than there are boxes"),
     ):
-        assert list(MapLoader(range(1), batch_size=4)) != []
+        assert list(LOADERS["map"](1)(batch_size=4)) != []
