@@ -175,10 +175,8 @@ def remote(
             context = tls.server_context()
             context.sslsocket_class = TlsSocket
             sock = context.wrap_socket(sock, server_side=True)
-        reading = tcp.HelloReader()
-        while reading.missing:
-            reading.add(sock.recv(reading.missing))
-        sender = Sender(sock, ours, reading.hello(), "bench")
+        hello = tcp.parsed_hello(sock.recv(tcp.length_of(sock.recv(tcp.SEAL.size))))
+        sender = Sender(sock, ours, hello, "bench")
         sender.start()
         sender.join()
 

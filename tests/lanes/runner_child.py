@@ -69,7 +69,7 @@ class Child:
             "abandons": producer.abandons,
             "free": producer.free_entries,
             "slots": producer.ring_entries,
-            "rings": len(producer._rings),
+            "rings": len(producer.rings),
             "kept": len(producer._kept),
             "lent": sum(map(len, producer._lent.values())),
         }

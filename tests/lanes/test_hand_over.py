@@ -182,7 +182,7 @@ class Lane:
         return [
             *(producer.attached, producer.closed, producer.delivered, producer.open_epochs, producer.abandons),
             *(sorted(producer.wanted.items()), producer.free_entries, producer.ring_entries, producer.entry_bytes),
-            *(len(producer._rings), sum(map(len, producer._lent.values())), len(producer._kept)),
+            *(len(producer.rings), sum(map(len, producer._lent.values())), len(producer._kept)),
         ]
 
 

@@ -124,7 +124,7 @@ def test_structures_nobody_needs_are_forgotten(producer: Producer) -> None:
         producer.know_structure(structure, b"x")
         assert producer.knows_structure(structure)
     assert producer.knows_structure(1)
-    assert len(producer._structures) <= 128
+    assert len(producer.known_structures) <= 128
     sock = attach(producer)
     kinds = [frame.kind for frame in packet(sock)]
     sock.recv(10)

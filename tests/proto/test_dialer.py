@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.proto.lane import dialer
-from penstock.proto.lane.dialer import Dialer
+from penstock.proto.lane.dialer import LaneDialer
 from penstock.proto.lane.tcp import round_trip_s, unreachable_error
 
 
@@ -22,7 +22,7 @@ def full() -> Iterator[tuple[str, int]]:
 
 def test_silent_host_gets_long_then_short_tries(full: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialer, "SILENT_S", 100.0)
-    dial = Dialer()
+    dial = LaneDialer(None)
     with pytest.raises(TimeoutError, match="timed out") as patient:
         dial.connect(full)
     for _ in range(2):  # each of its lanes
@@ -36,7 +36,7 @@ def test_silent_host_gets_long_then_short_tries(full: tuple[str, int], monkeypat
 
 
 def test_short_try_finds_listening_and_refusing() -> None:
-    dial = Dialer()
+    dial = LaneDialer(None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = listener.getsockname()
         dial.fell_silent(where)

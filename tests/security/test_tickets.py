@@ -24,7 +24,7 @@ def test_ticket_opens_its_lane_until_it_expires() -> None:
     check_ticket(ticket, key, float(expires), "slot 2")
     with pytest.raises(
         SupersededError,
-        match="the ticket to read the batches of slot 2 expired 1 s ago: wait for a new one",
+        match="the ticket for the batches of slot 2 expired 1 s ago: wait for a new one",
     ):
         check_ticket(ticket, key, expires + 1.0, "slot 2")
 

@@ -10,7 +10,7 @@ from xxhash import xxh3_64
 
 from penstock.proto.lane import tcp
 from penstock.proto.lane.frames import Ack, Frame, pack_shapes, read_ack, read_frame
-from penstock.proto.lane.tcp import SEAL, HelloReader, check_of, is_checked
+from penstock.proto.lane.tcp import SEAL, check_of, is_checked
 from penstock.proto.lane.tls_socket import TlsSocket
 from penstock.proto.v1 import lane_pb2, records_pb2
 
@@ -55,10 +55,10 @@ def shapes_of(packed: bytes) -> list[int]:
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
     sock.settimeout(timeout)
-    reading = HelloReader()
-    while reading.missing:
-        reading.add(sock.recv(reading.missing))
-    return reading.hello()
+    seal = received(sock, SEAL.size)
+    message = received(sock, tcp.length_of(seal))
+    tcp.check_message(seal, 0, message)
+    return tcp.parsed_hello(message)
 
 
 def accept_tls_blocking(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:

@@ -147,7 +147,7 @@ def test_other_batches_than_saved_are_an_error(wrong: str) -> None:
     how = {
         "next_digest": "the loader yields another batch than the batch that followed batch 7",
         "next_epoch": "the loader yields another batch than the end of the epoch that followed batch 7",
-        "chain": "the loader has not made the batches up to number 7 of the slot that were delivered",
+        "chain": "the loader has not made the batches up to 7 again",
     }
     run.source.chain ^= wrong == "chain"
     with pytest.raises(ReplayMismatchError, match=f"made again from the beginning of its epoch, {how[wrong]}"):
@@ -159,7 +159,7 @@ def test_a_state_that_lies_within_the_replayed_batches_is_not_used(caplog: pytes
     run = Run(assignment_of("delayed:looks_ahead", 5, 40))
     truth = [*run.take(20), *Run(assignment_of("delayed:looks_ahead", 5, 40)).take(40)[20:]]
     again = run.resumed(run.points[3])
-    assert "restored from its state, the loader has not made the batches up to number 20" in caplog.text
+    assert "restored from its state, the loader has not made the batches up to 20 again" in caplog.text
     assert again.take(20) == truth[20:]
 
 

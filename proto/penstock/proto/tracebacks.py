@@ -93,6 +93,16 @@ def _folded(frames: Iterable[Any]) -> str:
     return f"[{count} frame{'s' if count > 1 else ''} of Penstock]"
 
 
+def middle_out(text: str, keep: int) -> str:
+    """Cut the middle of a text to `keep` bytes: beginning and end of a traceback show place and cause of an error."""
+    raw = text.encode(errors="backslashreplace")
+    if len(raw) <= keep:
+        return raw.decode()
+    half = keep // 2
+    head, tail = raw[:half].decode(errors="ignore"), raw[-half:].decode(errors="ignore")
+    return f"{head}\n... {len(raw) - 2 * half} bytes left out ...\n{tail}"
+
+
 def warn_user(message: str) -> None:
     """Issue a UserWarning at the innermost line that is not in Penstock's code."""
     frame, level = sys._getframe(1), 2

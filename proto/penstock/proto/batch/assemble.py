@@ -227,9 +227,7 @@ def _plan_of(leaf: Leaf) -> _LeafPlan:
     if leaf.kind == "t":
         dtype = getattr(torch, leaf.dtype, None)
         if dtype not in CARRIERS:
-            raise UnsupportedLeafError(
-                f"the batch holds a tensor of dtype {leaf.dtype}: install the workers' version of torch here"
-            )
+            raise UnsupportedLeafError(f"the batch has a {leaf.dtype} tensor: install the workers' version of torch")
         return (_TENSOR, leaf.rank, leaf.itemsize, *CARRIERS[dtype])
     if leaf.kind in "an":
         return (_ARRAY if leaf.kind == "a" else _SCALAR, leaf.rank, leaf.itemsize, numpy_dtype(leaf.dtype), None)

@@ -84,9 +84,7 @@ def register_class(cls: T, name: str | None = None) -> T:
     Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass that can be rebuilt from its fields, if
     `name` is empty or too long, or if it belongs to another class."""
     if not isinstance(cls, type) or class_fields(cls) is None:
-        raise InvalidArgumentError(
-            f"register_class: cls must be a namedtuple, or a dataclass without a base in C or extra slots, got {cls!r}"
-        )
+        raise InvalidArgumentError(f"register_class: cls must be a namedtuple, or a dataclass of fields, got {cls!r}")
     if name is None:
         name = f"{cls.__module__}:{cls.__qualname__}"
     if not name or len(name) > MAX_NAME:
@@ -94,9 +92,7 @@ def register_class(cls: T, name: str | None = None) -> T:
     holder = _by_name.get(name)
     if holder is not None and holder is not cls:
         if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise InvalidArgumentError(
-                f"register_class: {name!r} is already the name of {qualified(holder)}; pass another name"
-            )
+            raise InvalidArgumentError(f"register_class: {name!r} is already the name of {qualified(holder)}")
         _names.pop(holder, None)
     _by_name[name] = cls
     _names[cls] = name
@@ -113,8 +109,7 @@ def resolve_class(name: str, kind: ClassKind, fields: tuple[str, ...]) -> type:
     found = find_class(name)
     if found is None:
         raise UnsupportedLeafError(
-            f"the batch holds a {_WORDS[kind]} {name!r}, which this process has not imported; import its module before "
-            "the loop, or call register_class on both sides"
+            f"the batch has a {name!r}, which this process has not imported; import its module, or register_class it"
         )
     known = class_fields(found)
     if known != (kind, fields):

@@ -255,6 +255,17 @@ def rows_in(structure: Structure, shapes: Sequence[int]) -> int:
     return 1
 
 
+def digests_of(
+    cover: DigestCover, structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int
+) -> tuple[int, int]:
+    """Return a batch's digest, and the one that the chain of its epoch's batches links."""
+    if cover == DigestCover.ROWS:
+        seed = plan_digest(structure, nbytes, shapes)[0]
+        return rows_digests(seed, structure, shapes, region, offset, nbytes)
+    digest = batch_digest(structure, region, offset, nbytes, shapes, cover == DigestCover.FULL)
+    return digest, digest
+
+
 def rows_digests(
     seed: int, structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int
 ) -> tuple[int, int]:

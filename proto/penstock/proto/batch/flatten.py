@@ -349,8 +349,7 @@ class Flattener:
             structure = next((known for known in self._table.values() if known == structure), structure)
             if self._strict and self._first is not None and structure is not self._first:
                 raise StructureChangedError(
-                    f"the batch is {structure.describe()}, but the first one was {self._first.describe()}; yield such "
-                    "batches, or leave out strict_structure"
+                    f"the batch is {structure.describe()}, the first one was {self._first.describe()}; yield equal ones"
                 )
             self._table[key] = structure
             if len(self._table) > STRUCTURES_KEPT:

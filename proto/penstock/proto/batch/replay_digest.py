@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from penstock.proto.batch.digest import DigestCover, batch_digest, plan_digest, row_digests, rows_digests, rows_in
+from penstock.proto.batch.digest import DigestCover, digests_of, row_digests, rows_in
 from penstock.proto.batch.flatten import Flattener, Structure
 
 
@@ -24,14 +24,9 @@ class ReplayDigest:
         if flat.nbytes > len(self._buffer):
             self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)
         flat.write_to(ctypes.addressof(self._buffer))
-        structure, shapes, full = flat.structure, flat.shapes, self._cover == DigestCover.FULL
-        self._newest = structure, shapes, flat.nbytes
-        if self._cover == DigestCover.ROWS:
-            seed = plan_digest(structure, flat.nbytes, shapes)[0]
-            digest, self.link = rows_digests(seed, structure, shapes, self._buffer, 0, flat.nbytes)
-        else:
-            digest = self.link = batch_digest(structure, self._buffer, 0, flat.nbytes, shapes, full)
-        return digest, rows_in(structure, shapes)
+        self._newest = flat.structure, flat.shapes, flat.nbytes
+        digest, self.link = digests_of(self._cover, flat.structure, flat.shapes, self._buffer, 0, flat.nbytes)
+        return digest, rows_in(flat.structure, flat.shapes)
 
     def link_of(self, batch: Any) -> int:
         """Return what the chain of an epoch's batches links for a batch: a digest of all its values."""

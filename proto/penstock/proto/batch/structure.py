@@ -24,6 +24,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, repeat
 from typing import Any, Final
 
 import numpy as np
@@ -166,9 +167,7 @@ class Structure:
         encoded = text.encode("utf-8", "surrogatepass")
         problem = _too_long(encoded)
         if problem:
-            raise UnsupportedLeafError(
-                f"the batch's structure takes {problem}; stack its values into fewer tensors, or shorten its keys"
-            )
+            raise UnsupportedLeafError(f"the batch's structure takes {problem}; stack values into fewer tensors")
         leaves = tuple(_leaves(tree))
         sizes = tuple([(leaf.itemsize, leaf.dims) for leaf in leaves])
         return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum([dims for _, dims in sizes]), sizes)
@@ -197,7 +196,7 @@ class Structure:
 
     def describe(self) -> str:
         """Text for messages, such as `{"x": float32[rank 2], "y": int64[rank 1]}`."""
-        text = _describe(self.tree, [MAX_TEXT])
+        text = _describe(self.tree)
         return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
@@ -300,36 +299,21 @@ def _counted(leaf: Leaf, count: list[int]) -> Leaf:
     return leaf
 
 
-def _describe(tree: Tree, budget: list[int]) -> str:
-    """`budget`: how many characters the text may still get, which limits the work for a huge structure."""
+def _describe(tree: Tree) -> str:
     if isinstance(tree, Leaf):
         kind = {"t": "", "a": "ndarray ", "n": "numpy scalar "}.get(tree.kind)
         rank = f"[rank {tree.rank}]" if tree.kind in _ARRAYS else ""
-        text = _SCALARS[tree.kind] if kind is None else f"{kind}{tree.dtype}{rank}"
-        budget[0] -= len(text)
-        return text
+        return _SCALARS[tree.kind] if kind is None else f"{kind}{tree.dtype}{rank}"
     if tree is None:
         return "None"
-    parts: list[tuple[str, int]] = []
-    labelled = "k" in _PARTS[tree.kind]
-    for i, child in enumerate(tree.children):
-        if budget[0] <= 0:
-            parts.append(("...", 1))
-            break
-        label = ""
-        if labelled:
-            key = tree.keys[i]
-            label = (json.dumps(key) if isinstance(key, str) else repr(key)) + ": "
-            label = f"{key}=" if tree.kind in ("nt", "dc") else label
-            budget[0] -= len(label)
-        before = budget[0]
-        text = label + _describe(child, budget)
-        if parts and parts[-1][0] == text:
-            parts[-1] = (text, parts[-1][1] + 1)
-            budget[0] = before  # equal elements in a row are written once
-        else:
-            parts.append((text, 1))
-    inside = ", ".join(text if times == 1 else f"{text} x {times}" for text, times in parts)
+    if tree.kind in ("nt", "dc"):
+        labels = [f"{key}=" for key in tree.keys]
+    else:
+        labels = [f"{json.dumps(key) if isinstance(key, str) else repr(key)}: " for key in tree.keys]
+    texts = [label + _describe(child) for label, child in zip(labels or repeat(""), tree.children, strict=False)]
+    # Equal elements in a row are written once.
+    counted = [(text, len(list(equal))) for text, equal in groupby(texts)]
+    inside = ", ".join(text if times == 1 else f"{text} x {times}" for text, times in counted)
     if tree.kind == "l":
         return f"[{inside}]"
     if tree.kind == "u":

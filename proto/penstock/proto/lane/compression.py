@@ -109,9 +109,7 @@ def require(name: str) -> int:
     if number is None:
         raise InvalidArgumentError(f"compression must be one of {', '.join(map(repr, NAMES))} or None, got {name!r}")
     if load(number) is None:
-        raise InvalidArgumentError(
-            f"compression={name!r} needs a package: pip install 'penstock[compression]', also on the workers"
-        )
+        raise InvalidArgumentError(f"compression={name!r} needs pip install 'penstock[compression]', also on workers")
     return number
 
 

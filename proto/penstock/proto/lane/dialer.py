@@ -28,10 +28,11 @@ HANDSHAKE_S = 10.0
 _SILENT_KEPT = 64
 
 
-class Dialer:
-    """Maker of TCP connections to workers' hosts, also for several threads at a time."""
+class LaneDialer:
+    """Maker of connections to workers' lanes, also for several threads at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None) -> None:
+        self._files = None if tls is None else Renewing(tls)
         self._silent: dict[tuple[str, int], tuple[float, float]] = {}
         """Silent host -> (timeout of a short attempt in seconds, monotonic time until which attempts are short)."""
 
@@ -52,12 +53,6 @@ class Dialer:
         except TimeoutError:
             self.fell_silent(where)
             raise
-
-
-class LaneDialer(Dialer):
-    def __init__(self, tls: Tls | None) -> None:
-        super().__init__()
-        self._files = None if tls is None else Renewing(tls)
 
     def open(self, address: str) -> socket.socket:
         """Return a blocking connection to a worker's lanes. Raises OSError, TlsError, BatchCorruptError."""

@@ -292,7 +292,6 @@ def check_peer(sock: socket.socket) -> int:
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid not in (0, os.getuid()):
         raise ProtocolError(
-            f"the other end of a lane's Unix socket must run as user {os.getuid()} or root, got user {uid}. Run the "
-            'worker and the training job as the same user, or pass lane="tcp" to Appliance'
+            f"a lane's other end must run as user {os.getuid()} or root, got user {uid}: use one user, or lane='tcp'"
         )
     return int(pid)

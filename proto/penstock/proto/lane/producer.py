@@ -65,8 +65,8 @@ MOST_ABANDONED = 1 << 16
 """Largest number of abandoned epochs that the runner, which may be in user code, has not noticed yet."""
 MOST_ABANDONS = (1 << 32) - 1
 _HANDED_OVER = (
-    *("open_epochs", "delivered", "closed", "abandons", "numbered", "rings_changed"),
-    *("_sent_total", "_met", "_next_ring", "_current", "_group"),
+    *("open_epochs", "delivered", "closed", "abandons", "numbered", "rings_changed", "wanted", "labels"),
+    *("_sent_total", "_met", "_next_ring", "_current", "_group", "_free", "_lent", "known_structures", "_announced"),
 )
 _RESERVED = 1 << 64
 """Batch number of an entry that is being filled, above any real one, so that it never counts as delivered."""
@@ -144,7 +144,7 @@ class Producer:
         self._sent_total = 0
         self._sock: socket.socket | None = None
         self._met = False
-        self._rings: dict[int, Ring] = {}
+        self.rings: dict[int, Ring] = {}
         self._next_ring = 1 + secrets.randbits(31)
         self._current = 0
         self._group = 1  # largest number of frames in one packet
@@ -152,7 +152,7 @@ class Producer:
         self._lent: dict[int, dict[int, int]] = {}  # ring -> entry -> total, for all entries not free
         self._kept: deque[_Kept] = deque()
         self._unsent = Outbox()
-        self._structures: dict[int, bytes] = {}
+        self.known_structures: dict[int, bytes] = {}
         self._announced: dict[int, bytes] = {}
         self._buffer = bytearray(MAX_FRAME)
         self._view = memoryview(self._buffer)
@@ -209,7 +209,7 @@ class Producer:
             put_label(self.labels, known.epoch, known.label)
         self._apply(Ack(hello.delivered, hello.open_epochs, wanted=hello.wanted))
         self._announced.clear()
-        for ring_id in self._rings:
+        for ring_id in self.rings:
             if ring_id not in rings:
                 self._announce_ring(ring_id)
         for kept in self._kept:
@@ -221,7 +221,7 @@ class Producer:
 
     def forked(self) -> None:
         """Cut the lane off in a process that user code has forked. The rings' memory becomes private there."""
-        for ring in self._rings.values():
+        for ring in self.rings.values():
             ring.forked()
         silence(self.fileno())
         self.detach()
@@ -288,7 +288,7 @@ class Producer:
         BatchTooLargeError, OSError if memory is short."""
         if dims > LONG_SHAPES:
             nbytes += 8 * dims
-        ring = self._rings.get(self._current)
+        ring = self.rings.get(self._current)
         if ring is None or nbytes > ring.entry_bytes:
             check_size(nbytes, self.max_batch_bytes)
             ring = self._start_ring(nbytes, 0 if ring is None else ring.entry_bytes)
@@ -296,7 +296,7 @@ class Producer:
 
     def reserve_current(self) -> FreeEntry | None:
         """Return a free entry of the current ring, perhaps one of several, for a batch of a size not yet known."""
-        ring = self._rings.get(self._current)
+        ring = self.rings.get(self._current)
         if ring is None or not self._free:
             return None
         entry = self._free.pop()  # the last one released: most likely still in the cache
@@ -313,21 +313,21 @@ class Producer:
 
     @property
     def ring_entries(self) -> int:
-        ring = self._rings.get(self._current)
+        ring = self.rings.get(self._current)
         return 0 if ring is None else ring.entries
 
     @property
     def entry_bytes(self) -> int:
-        ring = self._rings.get(self._current)
+        ring = self.rings.get(self._current)
         return 0 if ring is None else ring.entry_bytes
 
     def knows_structure(self, structure: int) -> bool:
-        return structure in self._structures
+        return structure in self.known_structures
 
     def know_structure(self, structure: int, data: bytes) -> None:
         """Register an encoded structure before each `publish` with it. At twice KNOWN_STRUCTURES or KNOWN_BYTES the
         oldest unused ones are dropped until half is left. Raises ProtocolError for another one of this id."""
-        known = self._structures
+        known = self.known_structures
         if structure not in known and (
             len(known) >= 2 * KNOWN_STRUCTURES or sum(map(len, known.values())) > 2 * KNOWN_BYTES
         ):
@@ -425,27 +425,25 @@ class Producer:
         self._lent.clear()
         self._free.clear()
         self._current = 0
-        for ring in self._rings.values():
+        for ring in self.rings.values():
             ring.close_fd()
-        self._rings.clear()
+        self.rings.clear()
 
     # ---- another process of the owner
 
     def hand_over(self) -> tuple[dict[str, Any], list[int]]:
         """Return values and descriptors for `take_over`. Reserved entries become free, and this object useless."""
         fds = [] if self._sock is None else [self._sock.fileno()]
-        fds += [ring.fd for ring in self._rings.values()]
+        fds += [ring.fd for ring in self.rings.values()]
         for ring_id, lent in self._lent.items():
             for entry in [entry for entry, total in lent.items() if total == _RESERVED]:
                 del lent[entry]
                 if ring_id == self._current:
                     self._free.append(entry)
-        numbers = {ring.fd: ring_id for ring_id, ring in self._rings.items()}
+        numbers = {ring.fd: ring_id for ring_id, ring in self.rings.items()}
         return {
             "attached": self._sock is not None,
-            "rings": [[ring_id, ring.entry_bytes, ring.entries] for ring_id, ring in self._rings.items()],
-            "free": self._free,
-            "lent": [[ring_id, [list(item) for item in lent.items()]] for ring_id, lent in self._lent.items()],
+            "rings": [[ring_id, ring.entry_bytes, ring.entries] for ring_id, ring in self.rings.items()],
             "kept": [
                 [
                     *(kept.total, kept.epoch, kept.message, kept.structure, kept.number, kept.last),
@@ -454,11 +452,7 @@ class Producer:
                 for kept in self._kept
             ],
             "unsent": [numbers.get(item, 0) if isinstance(item, int) else item for item in self._unsent],
-            "structures": [list(item) for item in self._structures.items()],
-            "announced": [list(item) for item in self._announced.items()],
-            "wanted": [list(item) for item in self.wanted.items()],
             "abandoned": list(self.abandoned),
-            "labels": [list(item) for item in self.labels.items()],
             **{name: getattr(self, name) for name in _HANDED_OVER},
         }, fds
 
@@ -468,30 +462,24 @@ class Producer:
             self._frame_log.resume()
         if self._sock is not None:
             self._sock.close()
-        for ring in self._rings.values():
+        for ring in self.rings.values():
             ring.close_fd()
         rest = iter(fds)
         self._sock = socket.socket(fileno=next(rest)) if record["attached"] else None
         if self._sock is not None:
             self._sock.setblocking(False)
-        self._rings = {number: Ring(next(rest), *sizes, mapped=False) for number, *sizes in record["rings"]}
-        self._free = record["free"]
-        self._lent = {ring_id: dict(items) for ring_id, items in record["lent"]}
+        self.rings = {number: Ring(next(rest), *sizes, mapped=False) for number, *sizes in record["rings"]}
         self._kept.clear()
         for total, epoch, message, structure, number, last, ring_id, entry in record["kept"]:
-            reserved = FreeEntry(ring_id, entry, self._rings[ring_id]) if ring_id else None
+            reserved = FreeEntry(ring_id, entry, self.rings[ring_id]) if ring_id else None
             self._kept.append(_Kept(total, epoch, message, reserved, structure, number, last))
         self._unsent.clear()
         for item in record["unsent"]:
             if isinstance(item, bytes):
                 self._unsent.add(item)
-            elif item in self._rings:
-                self._unsent.add(self._rings[item].fd)
-        self._structures = dict(record["structures"])
-        self._announced = dict(record["announced"])
-        self.wanted = dict(record["wanted"])
+            elif item in self.rings:
+                self._unsent.add(self.rings[item].fd)
         self.abandoned = deque(record["abandoned"])
-        self.labels = dict(record["labels"])
         for name in _HANDED_OVER:
             setattr(self, name, record[name])
 
@@ -503,7 +491,7 @@ class Producer:
         sock, self._sock = self._sock, None
         self.close()
         self._sock = sock
-        self._structures.clear()
+        self.known_structures.clear()
         self._announced.clear()
         self.wanted.clear()
         self._next_ring = 1 + secrets.randbits(31)
@@ -519,21 +507,13 @@ class Producer:
         return self._sock is not None and unread_break(self._sock)
 
     def map_rings(self) -> None:
-        for ring in self._rings.values():
+        for ring in self.rings.values():
             ring.attach()
 
     def release_socket(self) -> None:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
-
-    @property
-    def rings(self) -> dict[int, Ring]:
-        return self._rings
-
-    @property
-    def known_structures(self) -> dict[int, bytes]:
-        return self._structures
 
     # ---- inside
 
@@ -554,7 +534,7 @@ class Producer:
         self._current = self._next_ring
         self._group = max(1, ring.entries // GROUPS)
         self._next_ring += 1
-        self._rings[self._current] = ring
+        self.rings[self._current] = ring
         self._free = list(range(ring.entries))
         self._lent[self._current] = {}
         self.rings_changed = True
@@ -565,13 +545,13 @@ class Producer:
         return ring
 
     def _announce_ring(self, ring_id: int) -> None:
-        ring = self._rings[ring_id]
+        ring = self.rings[ring_id]
         frame = Frame(RING, ring=ring_id, entry=ring.entries, nbytes=ring.entry_bytes)
         self._unsent.add(framed(frame.encode()))
         self._unsent.add(ring.fd)
 
     def _announce_structure(self, structure: int) -> None:
-        data = self._structures[structure]
+        data = self.known_structures[structure]
         self._announced[structure] = data
         forget_oldest(self._announced)
         for message in structure_frames(structure, data):
@@ -667,8 +647,8 @@ class Producer:
 
     def _retire(self, ring_id: int) -> None:
         """Drop a ring that a larger ring has replaced, once none of its entries is in use."""
-        if ring_id in self._rings and ring_id != self._current and not self._lent[ring_id]:
-            self._rings.pop(ring_id).close_fd()
+        if ring_id in self.rings and ring_id != self._current and not self._lent[ring_id]:
+            self.rings.pop(ring_id).close_fd()
             del self._lent[ring_id]
             self.rings_changed = True
 

@@ -142,9 +142,7 @@ class Ring:
         except PermissionError as error:  # sealed against writing, or opened for reading only
             raise malformed(f"a ring (shared buffer) cannot be mapped: {error}") from error
         except OSError as error:
-            raise LaneLostError(
-                f"a ring of {size:,} bytes cannot be mapped: {error}. Give this process more memory (ulimit -v)"
-            ) from error
+            raise LaneLostError(f"a ring of {size:,} bytes cannot be mapped: {error}. Raise ulimit -v") from error
 
     def forked(self) -> None:
         """Make the memory private in a process that user code has forked, unless the descriptor is closed."""

@@ -106,35 +106,12 @@ def check_of(hasher: xxh3_64) -> bytes:
     return hasher.intdigest().to_bytes(CHECK_BYTES, "little")
 
 
-class HelloReader:
-    """Assembler of the Hello that opens a TCP lane from received pieces of any size. Its methods raise LaneLostError,
-    BatchCorruptError, and ProtocolError for another message."""
-
-    def __init__(self) -> None:
-        self.missing = SEAL.size
-        """Largest number of bytes to receive next; 0 once the Hello is complete."""
-        self._data = b""
-        self._seal = b""
-
-    def add(self, piece: bytes) -> None:
-        if not piece:
-            raise LaneLostError("the other end closed the connection before its request to read batches (Hello)")
-        self._data += piece
-        self.missing -= len(piece)
-        if not self._seal and not self.missing:
-            self._seal, self._data = self._data, b""
-            self.missing = length_of(self._seal)
-            if not self.missing:
-                raise malformed("a request to read batches (Hello) must not be empty, got 0 bytes")
-
-    def hello(self) -> lane_pb2.Hello:
-        check_message(self._seal, 0, self._data)
-        hello = lane_pb2.Hello()
-        try:
-            hello.ParseFromString(self._data)
-        except DecodeError as error:
-            raise malformed(f"a request to read batches (Hello) cannot be decoded ({error})") from error
-        return hello
+def parsed_hello(data: bytes) -> lane_pb2.Hello:
+    """Return the Hello that opens a lane. Raises ProtocolError for another message."""
+    try:
+        return lane_pb2.Hello.FromString(data)
+    except DecodeError as error:
+        raise malformed(f"a request to read batches (Hello) cannot be decoded ({error})") from error
 
 
 def fit_send_buffer(sock: socket.socket) -> None:

@@ -24,9 +24,7 @@ def check_damage(error: OSError, *, heard: bool) -> None:
     """Raise BatchCorruptError for damage in transit: any error once data had arrived (`heard`), except an end."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
-        raise BatchCorruptError(
-            f"data of a TLS connection was damaged: {error}. Check memory and network of both machines if it recurs"
-        ) from error
+        raise BatchCorruptError(f"data of a TLS connection was damaged: {error}. Check both machines") from error
 
 
 JOINED = 16 << 10
@@ -127,8 +125,7 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
     except ssl.SSLError as error:
         wrapped.close()
         raise TlsError(
-            f"the TLS handshake of a lane failed ({error.reason or error}). Check tls_ca, tls_cert and tls_key at both "
-            "ends (docs/security.md)"
+            f"the TLS handshake of a lane failed ({error.reason or error}). Check the TLS files at both ends"
         ) from error
     except BaseException:
         wrapped.close()

@@ -75,9 +75,7 @@ class Tls:
     def for_server(self) -> Tls:
         """Raises TlsError if there is no certificate (tls_cert) to show to callers."""
         if not self.cert:
-            raise TlsError(
-                f"a server with tls_ca={self.ca_file} also needs a certificate: pass --tls-cert and --tls-key"
-            )
+            raise TlsError(f"a server with tls_ca={self.ca_file} also needs a certificate: --tls-cert, --tls-key")
         return self
 
     def for_client(self) -> Tls:
@@ -212,9 +210,7 @@ def _trust(context: ssl.SSLContext, tls: Tls) -> None:
     try:
         context.load_verify_locations(cadata=tls.ca.decode("ascii", "replace"))
     except (ssl.SSLError, ValueError) as error:
-        raise TlsError(
-            f"tls_ca={tls.ca_file} must be a PEM file with the CA's certificate: {_reason(error)}"
-        ) from error
+        raise TlsError(f"tls_ca={tls.ca_file} must be a PEM file with a CA's certificate: {_reason(error)}") from error
 
 
 def _show(context: ssl.SSLContext, tls: Tls) -> None:
@@ -223,9 +219,7 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
         context.load_cert_chain(tls.cert_file, tls.key_file, password=lambda: "")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise TlsError(
-                f"tls_key={tls.key_file} is not the key of tls_cert={tls.cert_file}: pass its key"
-            ) from error
+            raise TlsError(f"tls_key={tls.key_file} is not the key of tls_cert={tls.cert_file}: pass that") from error
         raise TlsError(
             f"tls_cert={tls.cert_file} and tls_key={tls.key_file} cannot be used ({_reason(error)}): pass PEM files, "
             "and a key without a password"
@@ -302,15 +296,9 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
         if error.verify_code in _OTHER_NAME:
             expected = f"tls_name={tls.name}" if tls.name else "the address that was called"
             expected += " with its role for *" if tls.by_role else ""
-            return TlsError(
-                f"{what} shows a certificate for another name than {expected}: make one with that name, or pass its "
-                "name with --tls-name (PENSTOCK_TLS_NAME)"
-            )
+            return TlsError(f"{what} shows a certificate for another name than {expected}: pass --tls-name NAME")
         if error.verify_code in _UNKNOWN_CA:
-            return TlsError(
-                f"{what} shows a certificate that is not signed by tls_ca={tls.ca_file} ({error.verify_message}): pass "
-                "the CA that signed it"
-            )
+            return TlsError(f"{what} shows a certificate that is not signed by tls_ca={tls.ca_file}: pass its CA")
         return TlsError(f"{what} shows an invalid certificate: {_verification(error)}")
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
     if not isinstance(error, ssl.SSLError) or ended or is_damage(error):
@@ -319,8 +307,7 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
     if "ALERT" in reason:
         return refused_by(what, tls, reason.partition("ALERT_")[2])
     return TlsError(
-        f"{what} does not use TLS, and this end does (tls_ca={tls.ca_file}): start it with --tls-cert "
-        f"and --tls-key, or leave tls_ca out here ({_reason(error)})"
+        f"{what} does not use TLS, and this end does (tls_ca={tls.ca_file}): pass --tls-cert there ({_reason(error)})"
     )
 
 
@@ -334,13 +321,9 @@ def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
     """Error for a connection closed because of this process's certificate. `reason`: TLS alert (UNKNOWN_CA)."""
     why = f" ({reason.replace('_', ' ').lower()})" if reason else ""
     if not tls.cert:
-        return TlsError(
-            f"{what} requests a certificate and this end has none{why}: pass --tls-cert and --tls-key "
-            "(PENSTOCK_TLS_CERT, PENSTOCK_TLS_KEY, Appliance(tls_cert=..., tls_key=...))"
-        )
+        return TlsError(f"{what} requests a certificate and this end has none{why}: pass --tls-cert and --tls-key")
     return TlsError(
-        f"{what} does not accept the certificate tls_cert={tls.cert_file}{why}: pass one that is valid, and signed by "
-        "the CA that the other end has as tls_ca"
+        f"{what} does not accept the certificate tls_cert={tls.cert_file}{why}: pass one signed by its tls_ca"
     )
 
 

@@ -30,7 +30,7 @@ from penstock.proto.errors import (
     error_named,
 )
 from penstock.proto.rpc.version import VERSION
-from penstock.proto.tracebacks import format_remote
+from penstock.proto.tracebacks import format_remote, middle_out
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.logs import LONGEST, plain
 
@@ -47,16 +47,6 @@ ERROR_KEY = "penstock-error-bin"
 RETRY_KEY = "penstock-retry-after-ms"
 
 
-def _middle_out(text: str, keep: int) -> str:
-    """Cut the middle of a text: beginning and end of a traceback show place and cause of an error."""
-    raw = text.encode(errors="backslashreplace")
-    if len(raw) <= keep:
-        return raw.decode()
-    half = keep // 2
-    head, tail = raw[:half].decode(errors="ignore"), raw[-half:].decode(errors="ignore")
-    return f"{head}\n... {len(raw) - 2 * half} bytes left out ...\n{tail}"
-
-
 def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
     """Return an error as an ErrorDetail. Any but a PenstockError becomes one, with the traceback here."""
     if isinstance(error, PenstockError):
@@ -66,8 +56,8 @@ def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
         name, message, remote = "PenstockError", _one_line(error), format_remote(error)
     return records_pb2.ErrorDetail(
         name=name,
-        message=_middle_out(message, MESSAGE_KEEP),
-        remote_traceback=_middle_out(remote, TRACEBACK_KEEP),
+        message=middle_out(message, MESSAGE_KEEP),
+        remote_traceback=middle_out(remote, TRACEBACK_KEEP),
     )
 
 
@@ -75,8 +65,8 @@ def cut(detail: records_pb2.ErrorDetail, most: int = TRACEBACK_KEEP) -> records_
     """Shorten an ErrorDetail from another process: its message and its traceback to about `most` bytes each."""
     return records_pb2.ErrorDetail(
         name=detail.name[:NAME_KEEP],
-        message=_middle_out(detail.message, min(most, MESSAGE_KEEP)),
-        remote_traceback=_middle_out(detail.remote_traceback, most),
+        message=middle_out(detail.message, min(most, MESSAGE_KEEP)),
+        remote_traceback=middle_out(detail.remote_traceback, most),
     )
 
 

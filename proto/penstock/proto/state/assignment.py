@@ -75,18 +75,9 @@ class WorkerInfoAnswer(IntEnum):
 
 
 WORKER_INFO_TEXTS: dict[int, str] = {
-    WorkerInfoAnswer.OF_RUN: (
-        "torch's get_worker_info() gives the loader the worker's number among all workers of the run, because the "
-        "loader does not read its box or worker number from current_assignment()"
-    ),
-    WorkerInfoAnswer.OF_BOX: (
-        "torch's get_worker_info() gives the loader the worker's number in its box, because the loader reads .box or "
-        ".num_boxes of current_assignment()"
-    ),
-    WorkerInfoAnswer.NONE: (
-        "torch's get_worker_info() returns None to the loader, because the loader reads its worker's number (.slot, "
-        ".num_workers_per_box, .global_worker_id or .total_num_workers of current_assignment())"
-    ),
+    WorkerInfoAnswer.OF_RUN: "get_worker_info() gives the worker's number among all workers of the run",
+    WorkerInfoAnswer.OF_BOX: "get_worker_info() gives the worker's number in its box, because the loader reads .box",
+    WorkerInfoAnswer.NONE: "get_worker_info() returns None to the loader, because the loader reads its worker's number",
 }
 
 _OF_BOX = frozenset({"box", "num_boxes"})

@@ -157,8 +157,7 @@ class Manifest:
                 raise ValueError("the checksum in the file differs from that of its content")
             if body["format"] > FORMAT:
                 raise CheckpointCorruptError(
-                    f"{where} is in format {body['format']} of a newer Penstock: upgrade Penstock here, or use another "
-                    "checkpoint of the folder"
+                    f"{where} is in format {body['format']} of a newer Penstock: upgrade it, or use another checkpoint"
                 )
             files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
             step, sequence, ranks = (_number(field, body[field]) for field in ("step", "sequence", "ranks"))

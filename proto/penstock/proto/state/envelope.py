@@ -74,9 +74,7 @@ def opened(
     if version > FORMAT_VERSION:
         raise StateVersionError(f"this state is in format {version}, above {FORMAT_VERSION}: upgrade Penstock here")
     if version != FORMAT_VERSION or flags or announced != size:
-        raise _damaged(
-            f"the header of a state is damaged: format {version}, flags {flags:#x}, {announced}/{size} bytes"
-        )
+        raise _damaged(f"the header of a state is damaged: format {version}, flags {flags:#x}, {announced}/{size} B")
     tree_end = HEADER.size + tree_size
     source = source_of(view, tree_end, end)
     try:

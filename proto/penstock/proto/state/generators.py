@@ -94,9 +94,7 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
         raise StateCorruptError(_DAMAGED)
     _, version, flags, python_gauss, numpy_gauss, position, torch_size = _HEADER.unpack_from(view)
     if version > RNG_FORMAT_VERSION:
-        raise StateVersionError(
-            f"a random state of format {version}, above {RNG_FORMAT_VERSION}: upgrade Penstock here"
-        )
+        raise StateVersionError(f"a random state has format {version}, above {RNG_FORMAT_VERSION}: upgrade Penstock")
     python = _PYTHON.unpack_from(view, _HEADER.size)
     if (
         version != RNG_FORMAT_VERSION
@@ -112,9 +110,7 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
     try:
         torch.Generator().set_state(torch_state)
     except RuntimeError as error:
-        raise StateCorruptError(
-            f"torch {torch.__version__} cannot load its saved random state: {error}. Install the version that saved it"
-        ) from error
+        raise StateCorruptError(f"torch {torch.__version__} cannot load the saved random state: {error}") from error
     try:
         np.random.set_state(("MT19937", words, position, 1 if flags & _NUMPY_GAUSS else 0, numpy_gauss))
     except ValueError as error:

@@ -179,9 +179,7 @@ class Position:
         """Raises InvalidArgumentError for numbers that contradict each other or are too large."""
         count = len(message.slots)
         if len(message.live) > count:
-            raise InvalidArgumentError(
-                f"a position of {count} worker slots must not have {len(message.live)} live ones"
-            )
+            raise InvalidArgumentError(f"a position of {count} slots must not have {len(message.live)} live ones")
         position = cls(
             message.step,
             message.epoch,
@@ -199,9 +197,7 @@ class Position:
         if not live or sorted(set(live)) != live or live[-1] >= count:
             raise InvalidArgumentError(f"live worker slots must be ascending numbers below {count}, got {live}")
         if position.cursor >= len(live) or (position.first or 0) >= count:
-            raise InvalidArgumentError(
-                f"a position's cursor must be a live slot, got {position.cursor}, {position.first}"
-            )
+            raise InvalidArgumentError(f"a cursor must be a live slot, got {position.cursor}, {position.first}")
         if (most := max(position.step, position.epoch, *position.total)) > MOST:
             raise InvalidArgumentError(f"step, epoch and totals of a position must be <= {MOST}, got {most}")
         if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):

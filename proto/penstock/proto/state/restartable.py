@@ -93,33 +93,18 @@ class DataLoaderCheckpoint:
         return self.num_workers_per_csx * self.num_csx
 
 
-class WorkerContext:
-    """Holder of the DataLoaderCheckpoint that state_dict() may read, once in a call, by `get_worker_state()`."""
-
-    def __init__(self, checkpoint: DataLoaderCheckpoint) -> None:
-        self._checkpoint: DataLoaderCheckpoint | None = checkpoint
-        self.was_read = False
-
-    def read(self) -> DataLoaderCheckpoint:
-        if self._checkpoint is None:
-            raise RuntimeError("get_worker_state() was called twice in a state_dict(): keep the first result")
-        checkpoint, self._checkpoint = self._checkpoint, None
-        self.was_read = True
-        return checkpoint
-
-
-_context: ContextVar[WorkerContext | None] = ContextVar("penstock_worker_context", default=None)
+_unread: ContextVar[list[DataLoaderCheckpoint] | None] = ContextVar("penstock_worker_state", default=None)
 
 
 @contextmanager
-def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
-    """Let `get_worker_state()` return `checkpoint` once inside the block."""
-    context = WorkerContext(checkpoint)
-    token = _context.set(context)
+def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[list[DataLoaderCheckpoint]]:
+    """Let `get_worker_state()` return `checkpoint` once inside the block, from the list, which is empty then."""
+    unread = [checkpoint]
+    token = _unread.set(unread)
     try:
-        yield context
+        yield unread
     finally:
-        _context.reset(token)
+        _unread.reset(token)
 
 
 def get_worker_state() -> DataLoaderCheckpoint:
@@ -128,10 +113,12 @@ def get_worker_state() -> DataLoaderCheckpoint:
     Raises:
         RuntimeError: called elsewhere, or a second time.
     """
-    context = _context.get()
-    if context is None:
+    unread = _unread.get()
+    if unread is None:
         raise RuntimeError("get_worker_state() must be called inside a loader's state_dict() on a worker")
-    return context.read()
+    if not unread:
+        raise RuntimeError("get_worker_state() was called twice in a state_dict(): keep the first result")
+    return unread.pop()
 
 
 _TWO = ("state_dict", "load_state_dict")

@@ -139,10 +139,7 @@ class Daemon:
                 return
             registering.result()
             if os.geteuid() == 0 and not (self.settings.runner_user or self.settings.embedded):
-                _log.warning(
-                    "user code runs as root, and can read and write every file that this worker can. Set runner_user "
-                    "(penstock worker --runner-user USER), or start the worker as a user of its own"
-                )
+                _log.warning("user code runs as root, and can change all that root can: set --runner-user USER")
             _log.info(
                 "worker %s: %d slots, batches at %s", self.host.name, self.settings.slots, self.listeners.tcp_address
             )
@@ -169,11 +166,7 @@ class Daemon:
         at_once = asyncio.ensure_future(self._at_once.wait())
         while self._slots and not at_once.done() and (left_s := until - time.monotonic()) > 0:
             if self._draining and self._stuck >= len(self._slots):
-                _log.info(
-                    "worker %s: no other worker has free capacity for its %d slots, so it ends without moving them",
-                    self.host.name,
-                    len(self._slots),
-                )
+                _log.info("worker %s: no other worker has room for its %d slots", self.host.name, len(self._slots))
                 break
             self._replied.clear()
             replied = asyncio.ensure_future(self._replied.wait())
@@ -357,9 +350,7 @@ class Daemon:
     def _start_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
         try:
             if len(self._slots) >= self.settings.slots:
-                raise OverloadedError(
-                    f"all {self.settings.slots} slots of worker {self.host.name} are in use; another one gets this slot"
-                )
+                raise OverloadedError(f"all {self.settings.slots} slots of worker {self.host.name} are in use")
             self._begin_slot(key, assignment)
         except (PenstockError, OSError) as error:  # for example no memory or no descriptors
             _log.warning("run %s box %d slot %d cannot be started: %s", *key[:1], *key[2:4], error)
@@ -438,8 +429,7 @@ class Daemon:
         slot = self._slots.get(slot_of(hello))
         if slot is None:
             raise SupersededError(
-                f"worker {self.host.name} no longer has box {hello.box} slot {hello.slot} of run {hello.run} (attempt "
-                f"{hello.attempt}, generation {hello.generation}): it has moved to another worker, or its run is over"
+                f"worker {self.host.name} no longer has box {hello.box} slot {hello.slot} of run {hello.run}: it moved"
             )
         now = self._clock_offset + time.monotonic()
         check_ticket(hello.ticket, slot.record.assignment.lane_key, now, slot.record.name)

@@ -29,7 +29,6 @@ from penstock.proto.errors import (
     SupersededError,
     TlsError,
     VersionSkewError,
-    malformed,
 )
 from penstock.proto.lane import tcp
 from penstock.proto.lane.frames import CLOSE, ERROR, LANE_PROTOCOL, MAX_FRAME, Frame, check_peer, framed
@@ -59,8 +58,7 @@ def slot_of(hello: lane_pb2.Hello) -> SlotKey:
 def check_hello(hello: lane_pb2.Hello) -> None:
     if hello.protocol != LANE_PROTOCOL:
         raise VersionSkewError(
-            f"the training job uses version {hello.protocol} of the protocol for batches, this worker uses "
-            f"version {LANE_PROTOCOL}. Install the same version of Penstock on both"
+            f"a job has version {hello.protocol} of the protocol for batches, not {LANE_PROTOCOL}: install one release"
         )
 
 
@@ -92,10 +90,7 @@ class LaneListeners:
         or InvalidArgumentError for an address that is not host:port or at which this machine cannot listen."""
         host, _, port = listen.rpartition(":")
         if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
-            raise InvalidArgumentError(
-                "the address at which training jobs read batches must be HOST:PORT with a port from 0 to 65535 (0 = "
-                f"any free port), got {listen!r}. Set --listen HOST:PORT"
-            )
+            raise InvalidArgumentError(f"--listen must be HOST:PORT with a port from 0 (any) to 65535, got {listen!r}")
         refuse_unsafe(listen, encrypted=self._context is not None, insecure=self._insecure)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.local_address = f"penstock-lanes-{secrets.token_hex(8)}"
@@ -108,10 +103,7 @@ class LaneListeners:
             local.close()
             tcp_listener.close()
             kind = PortTakenError if error.errno == errno.EADDRINUSE else InvalidArgumentError
-            raise kind(
-                f"the worker cannot listen on {listen} for training jobs that read batches: {error.strerror}. Set "
-                "--listen HOST:PORT to an address of this machine and a free port (0 = any)"
-            ) from error
+            raise kind(f"the worker cannot listen on {listen}: {error.strerror}. Set --listen HOST:PORT") from error
         self.tcp_address = f"{host}:{tcp_listener.getsockname()[1]}"
         for listener, greet in ((local, self._greet_local), (tcp_listener, self._greet_tcp)):
             listener.listen(WAITING)
@@ -204,7 +196,7 @@ class LaneListeners:
         async with asyncio.timeout(HELLO_DEADLINE_S):
             data = await asyncio.get_running_loop().sock_recv(connection, MAX_FRAME)
         self._note_hello()
-        hello = _parse(data)
+        hello = tcp.parsed_hello(data)
         try:
             check_hello(hello)
             await self._attach(connection, hello)
@@ -246,20 +238,14 @@ class LaneListeners:
         except (OSError, RuntimeError) as error:  # the limit on descriptors or threads is reached
             ours.close()
             lane.close()
-            raise LaneLostError(
-                f"the thread that sends the batches of {name} could not be started: {error}. Allow the worker more "
-                "threads and open files (ulimit -u, ulimit -n)"
-            ) from error
+            raise LaneLostError(f"no thread for the batches of {name}: {error}. Raise ulimit -u and -n") from error
         self._senders[sender] = slot_of(hello)
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
         under_tls = looks_like_tls(await _first_bytes(connection))
         if self._files is None or self._context is None:
             if under_tls:
-                raise TlsError(
-                    "the training job connects with TLS, but this worker has no TLS files. Start the worker with "
-                    "--tls-cert and --tls-key"
-                )
+                raise TlsError("the job uses TLS, but this worker has no TLS files: pass --tls-cert and --tls-key")
             return connection
         if not under_tls:
             raise no_tls_here("this worker's lane")
@@ -285,10 +271,7 @@ def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
     names = dns_names(lane.getpeercert() or {})
     if tls.ca and not tls.roles_named(names, ("client", "admin")):
         shown = ascii(", ".join(names)[:SHOWN])
-        raise TlsError(
-            f"the certificate of a job that reads batches must be for the name {tls.expected('client')}, got one for "
-            f"{shown}. Issue a client certificate for the job: see docs/security.md"
-        )
+        raise TlsError(f"the certificate of a job must be for the name {tls.expected('client')}, got one for {shown}")
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:
@@ -298,22 +281,30 @@ async def _first_bytes(connection: socket.socket) -> bytes:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     first = connection.recv(PEEKED, socket.MSG_PEEK)
     if len(first) < PEEKED:
-        raise LaneLostError(
-            "the other end closed the connection before it sent a request. If it was a health check, let it call "
-            "/healthz at the worker's --http address instead"
-        )
+        raise LaneLostError("the other end closed the connection at once; let a health check call /healthz (--http)")
     return first
 
 
 async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
     """Read a Hello. Leave all later bytes in the socket, because the sender reads them."""
-    reading = tcp.HelloReader()
-    while reading.missing:
+    seal = await _receive(lane, tcp.SEAL.size)
+    message = await _receive(lane, tcp.length_of(seal))
+    tcp.check_message(seal, 0, message)
+    return tcp.parsed_hello(message)
+
+
+async def _receive(lane: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
         try:
-            reading.add(lane.recv(reading.missing))
+            piece = lane.recv(size - len(data))
         except (BlockingIOError, ssl.SSLWantReadError):
             await when_readable(lane)
-    return reading.hello()
+            continue
+        if not piece:
+            raise LaneLostError("the other end closed the connection before its request to read batches (Hello)")
+        data += piece
+    return data
 
 
 def _send_last(lane: socket.socket, frame: bytes) -> None:
@@ -323,13 +314,6 @@ def _send_last(lane: socket.socket, frame: bytes) -> None:
         lane.send(frame)
     except (OSError, ValueError):
         pass
-
-
-def _parse(data: bytes) -> lane_pb2.Hello:
-    try:
-        return lane_pb2.Hello.FromString(data)
-    except Exception as error:
-        raise malformed(f"the request to read batches (a Hello message) cannot be decoded: {error}") from error
 
 
 def _refusal(error: PenstockError) -> bytes:

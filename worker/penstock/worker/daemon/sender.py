@@ -283,10 +283,7 @@ class Sender(threading.Thread):
         if ack.close:
             runner.close()
         if runner.backlog > MAX_BACKLOG:
-            raise ProtocolError(
-                f"the training job sends acknowledgements faster than the runner reads them: {runner.backlog} are "
-                f"waiting, the limit is {MAX_BACKLOG}. The connection is closed, and the job may connect again"
-            )
+            raise ProtocolError(f"a job sends acknowledgements faster than the runner reads: {runner.backlog} wait")
 
     def _leave(self, reason: str) -> None:
         with self._lock:
@@ -311,8 +308,4 @@ def _packer(codecs: Sequence[int]) -> Packer | None:
 def _warn_missing_codec(codecs: Sequence[int]) -> None:
     known = lane_pb2.Codec.DESCRIPTOR.values_by_number
     names = ", ".join(known[number].name.lower() if number in known else str(number) for number in codecs)
-    _log.warning(
-        "a training job asks for batches compressed with %s, which is not installed on this worker. The batches are "
-        "sent uncompressed. Run pip install penstock[compression] on this worker to compress them",
-        names,
-    )
+    _log.warning("batches are sent uncompressed: pip install penstock[compression] here (%s was requested)", names)

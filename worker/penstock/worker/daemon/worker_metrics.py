@@ -23,7 +23,7 @@ _PLAIN = "text/plain; charset=utf-8"
 def _look(daemon: Daemon) -> tuple[MetricReadings, list[tuple[int, dict[str, str | int]]]]:
     """Must run on the daemon's event loop."""
     readings, now = MetricReadings("worker"), time.monotonic()
-    counters, listeners, answered_at = daemon.host.counters, daemon.listeners, daemon.answered_at
+    listeners, answered_at = daemon.listeners, daemon.answered_at
     readings.add("penstock_worker_info", 1, worker=daemon.host.name)
     readings.add("penstock_worker_uptime_seconds", now - daemon.started_at)
     readings.add("penstock_worker_certificate_expires_timestamp_seconds", listeners.certificate_expires_at)
@@ -35,12 +35,8 @@ def _look(daemon: Daemon) -> tuple[MetricReadings, list[tuple[int, dict[str, str
     readings.add("penstock_worker_lease_seconds", daemon.lease_s)
     readings.add("penstock_worker_sent_bytes_total", listeners.sent_bytes, lane="tcp")
     readings.add("penstock_worker_lanes", listeners.remote, lane="tcp")
-    readings.add("penstock_worker_snapshots_total", counters.snapshots)
-    readings.add("penstock_worker_snapshots_sent_total", counters.snapshots_sent)
-    readings.add("penstock_worker_snapshots_refused_total", counters.snapshots_refused)
-    readings.add("penstock_worker_snapshot_sent_bytes_total", counters.snapshot_sent_bytes)
-    readings.add("penstock_worker_recoveries_total", counters.recoveries)
-    readings.add("penstock_worker_losses_total", counters.losses)
+    for name, count in vars(daemon.host.counters).items():
+        readings.add(f"penstock_worker_{name}_total", count)
     for status in ("ok", "error", "dropped"):
         readings.add("penstock_worker_state_answers_total", daemon.state_answers[status], status=status)
     runners = []

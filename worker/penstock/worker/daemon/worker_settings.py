@@ -60,15 +60,10 @@ def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
     enforced."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
-            _log.warning(
-                "runner_memory counts memory that a runner's processes share once for each of them, because with "
-                "runner_user the kernel does not show which memory is shared. To count it once, give the worker "
-                "CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
-            )
+            _log.warning("runner_memory counts shared memory once for each process: docker run --cap-add SYS_PTRACE")
         return find_user(settings.runner_user, settings.runner_processes)
     if settings.runner_processes:
         raise InvalidArgumentError(
-            f"runner_processes={settings.runner_processes} needs runner_user, because the kernel counts processes by "
-            "user, and would count this worker and all other processes of its user. Set runner_user too"
+            f"runner_processes={settings.runner_processes} needs runner_user: the kernel counts processes by user"
         )
     return None

@@ -52,29 +52,25 @@ class LoaderGenerators:
         parts = parts_of(loader)
         generators = find_generators(parts, _modules(parts, input_fn))
         self._own = [generator for generator in generators if not generator.in_module]
-        self._seeds = [initial_seed(generator) for generator in self._own]
+        self.seeds = tuple([initial_seed(generator) for generator in self._own])
+        """Hashes of the states in which input_fn left the loader's generators."""
         self._of_modules = [generator for generator in generators if generator.in_module]
 
     @property
     def names(self) -> list[str]:
         return [generator.path for generator in (*self._own, *self._of_modules)]
 
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """Hashes of the states in which input_fn left the loader's generators."""
-        return tuple(self._seeds)
-
     def others_than(self, seeds: tuple[int, ...]) -> list[str]:
         """Return the names of generators that input_fn had left in other states than `seeds`."""
-        if len(seeds) != len(self._seeds):
+        if len(seeds) != len(self.seeds):
             return [generator.path for generator in self._own]
-        return [generator.path for generator, was, now in zip(self._own, seeds, self._seeds, strict=True) if was != now]
+        return [generator.path for generator, was, now in zip(self._own, seeds, self.seeds, strict=True) if was != now]
 
     def begin(self, seed: int, box: int, slot: int, epoch: int, *path: int) -> None:
         """path: further numbers that the seeds depend on."""
         seed_rng(derive_seed(seed, "epoch", box, slot, epoch, *path))
         if epoch or path:
-            for generator, initial in zip(self._own, self._seeds, strict=True):
+            for generator, initial in zip(self._own, self.seeds, strict=True):
                 reseed(generator, derive_seed(initial, "epoch", epoch, *path))
         for number, generator in enumerate(self._of_modules):
             reseed(generator, derive_seed(seed, "module", box, slot, epoch, number, *path))

@@ -191,9 +191,7 @@ class RestartPoint:
         try:
             return cls._of(value)
         except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise StateCorruptError(
-                f"a saved state is corrupt: {type(error).__name__}: {error}. Resume from an earlier state"
-            ) from error
+            raise StateCorruptError(f"a saved state is corrupt: {error!r}. Resume from an earlier state") from error
 
     @classmethod
     def _of(cls, value: dict[str, Any]) -> RestartPoint:

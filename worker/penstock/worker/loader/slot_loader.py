@@ -329,9 +329,7 @@ class SlotLoader:
             loader = fn(*args, **kwargs)
         if loader is None or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
             what = "None" if loader is None else f"a {type(loader).__qualname__}, which is not iterable"
-            raise InputFnError(
-                f"{self.name} returned {what}. It must return a torch DataLoader or another iterable of batches"
-            )
+            raise InputFnError(f"{self.name} returned {what}. It must return an iterable of batches")
         if self._moved:
             seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, a.start.step))
         with self._user("change_mixture()"):
@@ -525,8 +523,7 @@ class SlotLoader:
                 skip_batch(self._loader, self._iterator)
         except CannotSkipError as why:
             raise InputFnError(
-                f"{self.name}: batch {position.total + 1} killed its runner process each time, and cannot be skipped, "
-                f'as poison="skip" requires: {why}. Correct the sample or the code that kills the process'
+                f"{self.name}: batch {position.total + 1} killed its runner, and cannot be skipped: {why}"
             ) from None
         self._skipped(position.epoch, count)
 
@@ -621,8 +618,8 @@ class SlotLoader:
         )
 
         def save() -> tuple[Any, bool]:
-            with worker_state(checkpoint) as context:
-                return self._loader.state_dict(), context.was_read
+            with worker_state(checkpoint) as unread:
+                return self._loader.state_dict(), not unread
 
         with self._user("state_dict()", activity="state_dict"):
             return as_main_process(save)
@@ -732,14 +729,11 @@ class SlotLoader:
                 self.resume_by_own_methods(self.resume["aggregated"], self.resume["strict"])
             elif self.history.launch.step:
                 raise StateMismatchError(
-                    f"{self.name}: the loader now has all four state methods without loads_own_state, so it cannot "
-                    "load a state that its state_dict returned. Resume from a state of DataLoader.state_dict() instead"
+                    f"{self.name}: the loader has four state methods now: resume from DataLoader.state_dict()"
                 )
         elif point.state is not None:
             if self.capabilities.state_methods == 0:
-                raise StateMismatchError(
-                    f"{self.name}: the loader must have state_dict and load_state_dict, with which this state was saved"
-                )
+                raise StateMismatchError(f"{self.name}: this state needs state_dict and load_state_dict, as when saved")
             self._load(point.state, True)
 
     def log_unfit(self, error: Exception) -> None:

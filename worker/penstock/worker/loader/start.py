@@ -61,9 +61,8 @@ def start(source: SlotLoader, resume: dict[str, Any] | None, keep: Keep, go: Go)
 def _resume_on_other_topology(source: SlotLoader, resume: dict[str, Any], keep: Keep) -> None:
     if source.capabilities.state_methods != 4:
         raise StateMismatchError(
-            f"{source.name}: a state that was saved with another number of boxes or workers needs a loader with all "
-            f"four state methods, got {source.capabilities.state_methods or 'none'}. Use the saved numbers, or add "
-            "aggregate_state_dict and deaggregate_state_dict"
+            f"{source.name}: to resume on other numbers of boxes or workers, the loader needs four state methods, got "
+            f"{source.capabilities.state_methods or 'none'}. Use the saved numbers, or add the methods"
         )
     a = source.assignment
     source.resume_by_own_methods(resume["aggregated"], resume["strict"])
@@ -103,8 +102,7 @@ def _require_next(source: SlotLoader, digest: int, cause: str) -> None:
         how = "ends its epoch instead of yielding" if link is None else "yields another batch than"
         total = source.assignment.start.slots[source.assignment.slot].total
         raise ReplayMismatchError(
-            f"{source.name}: resumed from its state after batch {total} of the slot, the loader {how} the batch that "
-            f"followed when the state was saved. {cause}"
+            f"{source.name}: resumed after batch {total} of the slot, the loader {how} the saved next batch. {cause}"
         )
 
 
@@ -262,8 +260,8 @@ class _FourMethodResume:
             source.drop()
             if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], source.resume)):
                 raise ReplayMismatchError(
-                    f"{source.name}: resumed from the state after batch {self._total} of this slot, worker slot {slot} "
-                    "of the box would continue with another batch than when the state was saved: run penstock doctor"
+                    f"{source.name}: resumed after batch {self._total} of this slot, slot {slot} would continue "
+                    "with another batch than the saved run: run penstock doctor"
                 )
         source.learn_skips(self._point)
         source.history = self._history

@@ -43,13 +43,11 @@ def replay(
     before = source.position.total
     if not source.seek(leg.total, leg.epoch, seen, open_epoch):
         raise ReplayMismatchError(
-            f"{source.name}: in a replay, epoch {leg.epoch} ended after batch {source.position.total} of the slot, but "
-            f"batch {leg.total} had been delivered. {CHANGED}"
+            f"{source.name}: replayed epoch {leg.epoch} ended at batch {source.position.total}, too early. {CHANGED}"
         )
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
-            f"{source.name}: in a replay from an earlier position, batch {leg.total} of the slot differs from the one "
-            f"that was delivered. {cause_of(source)}"
+            f"{source.name}: replayed batch {leg.total} of the slot differs from the delivered one. {cause_of(source)}"
         )
 
 
@@ -102,8 +100,7 @@ def finish(source: SlotLoader, goal: EpochGoal, way: RestartPoint, go: Go) -> No
     go(Leg(goal.epoch, goal.total))
     if goal.chain and source.chain and source.chain != goal.chain:
         raise ReplayMismatchError(
-            f"{source.name}: {_taken(way)}, the loader has not made the batches up to number {goal.total} of the slot "
-            f"that were delivered. {_cause(way)}"
+            f"{source.name}: {_taken(way)}, the loader has not made the batches up to {goal.total} again. {_cause(way)}"
         )
     if goal.ends or goal.next_digest:
         _compare_next(source, goal, way)
@@ -119,8 +116,7 @@ def _compare_next(source: SlotLoader, goal: EpochGoal, way: RestartPoint) -> Non
         else f"yields another batch than {'the end of the epoch' if goal.ends else 'the batch'}"
     )
     raise ReplayMismatchError(
-        f"{source.name}: {_taken(way)}, the loader {how} that followed batch {goal.total} of the slot when the state "
-        f"was saved. {_cause(way)}"
+        f"{source.name}: {_taken(way)}, the loader {how} that followed batch {goal.total} of the slot. {_cause(way)}"
     )
 
 

@@ -24,9 +24,8 @@ def refuse_separate_barriers(loader: Any, name: str) -> None:
     for _ in range(_DEPTH):
         if _is_mosaicml(loader) and getattr(getattr(loader, "_unique_rank_world", None), "workers_per_rank", 1) > 1:
             raise InputFnError(
-                f"{name} reads a StreamingDataset of mosaicml-streaming that input_fn made in this worker slot: those "
-                "of several slots would wait for each other for ever. Read the folder by penstock.data.StreamingDataset"
-                " and StreamingLoader (docs/from_mosaicml_streaming.md), or use one box with num_workers_per_box=1"
+                f"{name}: StreamingDatasets of mosaicml-streaming in several slots would wait for each other for ever. "
+                "Use penstock.data.StreamingDataset (docs/from_mosaicml_streaming.md), or num_workers_per_box=1"
             )
         loader = getattr(loader, "dataset", None)
 
@@ -74,10 +73,7 @@ def skip_batch(loader: Any, iterator: Any) -> None:
         iterator._dataset_fetcher = fetcher
 
 
-NOT_SAVED = (
-    "Appliance(synthetic=True) repeats the first batch of each worker, so it has no position to save. Measure without "
-    "saving states, or remove synthetic=True and PENSTOCK_SYNTHETIC"
-)
+NOT_SAVED = "Appliance(synthetic=True) repeats the first batch of each worker: remove it to save (PENSTOCK_SYNTHETIC)"
 
 
 class FirstBatch:

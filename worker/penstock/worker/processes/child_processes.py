@@ -250,7 +250,4 @@ def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
     """Return the error if user code closed the control socket; no WorkerLostError: a replacement would end likewise."""
     if status != DESCRIPTORS_CLOSED:
         return None
-    return InputFnError(
-        f"{name}: user code closed file descriptors that Penstock needs, for example with os.closerange(). Close only "
-        "files that you opened"
-    )
+    return InputFnError(f"{name}: user code closed file descriptors of Penstock, as os.closerange() does")

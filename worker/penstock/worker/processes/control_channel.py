@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, UnsupportedStateError
-from penstock.proto.tracebacks import format_remote
+from penstock.proto.tracebacks import format_remote, middle_out
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import silence
 from penstock.runtime.process.titles import title_process
@@ -89,10 +89,7 @@ class MessageInbox:
             return None
         text, payload, fds = _HEAD.unpack_from(buffer)
         if text > MAX_JSON or payload > MAX_PAYLOAD or fds > MAX_FDS:
-            raise invalid_message(
-                f"a control message must have at most {MAX_JSON} bytes of JSON, {MAX_PAYLOAD} bytes of payload and "
-                f"{MAX_FDS} file descriptors, got {text}, {payload} and {fds}"
-            )
+            raise invalid_message(f"a control message is too large: {text} and {payload} bytes, {fds} file descriptors")
         end = _HEAD.size + text + payload
         if len(buffer) < end:
             return None
@@ -104,10 +101,7 @@ class MessageInbox:
         if type(kind) is not str:
             raise invalid_message(f"a control message must be an object with a text 'kind', got {fields!r:.200}")
         if len(self._fds) < fds:
-            raise invalid_message(
-                f"{fds - len(self._fds)} file descriptors of a control message did not arrive. Raise the limit of open "
-                "files (ulimit -n), if it is reached"
-            )
+            raise invalid_message(f"{fds - len(self._fds)} file descriptors did not arrive. Raise ulimit -n")
         message = ControlMessage(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
         del self._fds[:fds]
         del buffer[:end]
@@ -146,10 +140,7 @@ class ControlChannel:
         """Block until the kernel has all bytes. Raises UnsupportedStateError (payload too large), LaneLostError (peer
         has ended), DescriptorsClosedError (by user code)."""
         if len(payload) > MAX_PAYLOAD:
-            raise UnsupportedStateError(
-                f"a loader's state must have at most {MAX_PAYLOAD} bytes, got {len(payload)}. Return from state_dict() "
-                "only what the loader cannot build again"
-            )
+            raise UnsupportedStateError(f"a loader's state must have at most {MAX_PAYLOAD} bytes, got {len(payload)}")
         try:
             self._send(ControlMessage(kind, fields, payload, fds or []))
         except OSError as error:
@@ -238,10 +229,7 @@ def counts(message: ControlMessage, *names: str) -> list[int]:
     """Raise ProtocolError unless each field is an integer from 0 to 2**64 - 1."""
     values = [message.fields.get(name) for name in names]
     if not all(type(value) is int and 0 <= value < 1 << 64 for value in values):
-        raise invalid_message(
-            f"fields of the control message {message.kind[:40]!r} must be integers from 0 to 2**64 - 1, got "
-            f"{dict(zip(names, values, strict=True))!r:.200}"
-        )
+        raise invalid_message(f"{names} of a message {message.kind[:40]!r} must be in [0, 2**64), got {values!r:.200}")
     return values  # type: ignore[return-value]
 
 
@@ -260,7 +248,7 @@ def plain_detail(error: Exception) -> dict[str, str]:
         name, message, remote = type(error).__name__, error.message, error.remote_traceback
     else:
         name, message, remote = "PenstockError", describe(error), format_remote(error)
-    return {"name": name, "message": _bounded(message, 8 << 10), "remote_traceback": _bounded(remote, 12 << 10)}
+    return {"name": name, "message": middle_out(message, 8 << 10), "remote_traceback": middle_out(remote, 12 << 10)}
 
 
 def describe(error: BaseException) -> str:
@@ -279,10 +267,3 @@ def describe(error: BaseException) -> str:
         last = text.rstrip().rpartition("\n")[2]
         return f"{last} (in {caught['where']})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _bounded(text: str, keep: int) -> str:
-    text = text.encode("utf-8", "backslashreplace").decode()
-    if len(text) <= keep:
-        return text
-    return f"{text[: keep // 2]}\n... {len(text) - keep} characters left out ...\n{text[-keep // 2 :]}"

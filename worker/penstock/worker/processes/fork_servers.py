@@ -43,10 +43,7 @@ ORPHANS_LEAST_S = 1.0
 ORPHANS_S = 4.0
 KILL_S = 5.0
 """Seconds until a killed process ends; one that hangs in a driver or a file system does not."""
-_FORK_SERVER_DIED = (
-    "the process that starts this worker's runners (fork server) has died or does not answer; the worker starts "
-    "another one"
-)
+_FORK_SERVER_DIED = "the process that starts this worker's runners (fork server) has died; the worker starts another"
 END_S = 5.0
 CLOSE_S = END_S + KILL_S
 
@@ -67,11 +64,7 @@ class TemporaryFolder:
                 user.own(str(path))
             self.path = str(path)
         except OSError as error:
-            _log.warning(
-                "a folder for the temporary files of multiprocessing could not be made, so killed runners leave such "
-                "files in the system's temporary directory: %s",
-                error,
-            )
+            _log.warning("killed runners may leave temporary files of multiprocessing, for lack of a folder: %s", error)
 
     def close(self) -> None:
         if self._folder is not None:
@@ -218,11 +211,7 @@ class ForkServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.wait(), most_s)
         if self.lives:
-            _log.error(
-                "fork server (process %d) has not ended after %g s; it may wait for a driver or a file system",
-                self.pid,
-                most_s,
-            )
+            _log.error("fork server (process %d) has not ended after %g s", self.pid, most_s)
 
     def _listen(self) -> None:
         assert self._channel is not None

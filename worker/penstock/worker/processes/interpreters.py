@@ -74,10 +74,7 @@ def why_not_searched() -> str:
             return ""
     except OSError as error:
         return f"the working directory cannot be read: {error.strerror}"
-    return (
-        f"modules in the working directory {folder} cannot be imported, because other users can write to it. Start the "
-        "worker in a folder that only its user can write to, or add the folder to PYTHONPATH"
-    )
+    return f"modules in the working directory {folder} cannot be imported, because other users can write to it"
 
 
 def working_directory() -> str:

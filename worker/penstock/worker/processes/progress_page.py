@@ -13,6 +13,7 @@ import os
 import struct
 import time
 from dataclasses import dataclass
+from operator import attrgetter
 
 from penstock.proto.lane.frame_log import LOG_BYTES, FrameLog
 from penstock.proto.state.assignment import WorkerInfoAnswer
@@ -21,9 +22,13 @@ from penstock.runtime.process.forks import silence, unshare
 ENTRIES = 4096
 """Newest batches whose digests are kept."""
 ENDS = 1024
-_HEAD = struct.Struct("<QQQQQQdQdQQQ")
-"""total, epoch, delivered, ends, activity, looked, since, samples, worked_s, total at the first position + 1, made,
-replayed"""
+_HEAD = struct.Struct("<QQQQQQQQQQdd")
+_HEAD_NAMES = (
+    *("total", "epoch", "delivered", "samples", "_ends", "_activity", "_reads", "_first", "_made", "_replayed"),
+    *("_since", "worked_s"),
+)
+"""Attributes in the page's head. `_first`: total at the first position + 1."""
+_head_of = attrgetter(*_HEAD_NAMES)
 _ENTRY = struct.Struct("<QQQQdQ")  # total, epoch, digest, samples, spent_s, chain
 _END = struct.Struct("<QQ")  # epoch, total
 _HERE = struct.Struct("<QQ")  # present epoch, batches skipped since the last batch
@@ -153,21 +158,7 @@ class ProgressPage:
         self._write_head()
 
     def _write_head(self) -> None:
-        head = _HEAD.pack(
-            self.total,
-            self.epoch,
-            self.delivered,
-            self._ends,
-            self._activity,
-            self._reads,
-            self._since,
-            self.samples,
-            self.worked_s,
-            self._first,
-            self._made,
-            self._replayed,
-        )
-        self._put(0, head)
+        self._put(0, _HEAD.pack(*_head_of(self)))
 
     def _put(self, at: int, data: bytes) -> None:
         """Write bytes. `Struct.pack_into` would fill the place with zeros first, which 2 of 5 reads see under steady
@@ -186,20 +177,7 @@ class ProgressPage:
         return self._counted
 
     def refresh(self) -> None:
-        (
-            self.total,
-            self.epoch,
-            self.delivered,
-            self._ends,
-            self._activity,
-            self._reads,
-            self._since,
-            self.samples,
-            self.worked_s,
-            self._first,
-            self._made,
-            self._replayed,
-        ) = _HEAD.unpack_from(self._map)
+        vars(self).update(zip(_HEAD_NAMES, _HEAD.unpack_from(self._map), strict=True))
 
     @property
     def process(self) -> int:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError
 
@@ -75,9 +76,7 @@ def find_user(wanted: str, processes: int = 0) -> RunnerUser:
     root, this process may not become it or kill its processes, or it cannot read Python's files."""
     user = replace(_looked_up(wanted), processes=processes)
     if user.uid == 0:
-        raise InvalidArgumentError(
-            "runner_user must be a user other than root, got root. Remove runner_user to run user code as root"
-        )
+        raise InvalidArgumentError("runner_user must be a user other than root: without it user code runs as root")
     if os.geteuid() != 0:
         raise InvalidArgumentError(
             f"runner_user={user.name} needs a worker that runs as root, but this worker runs as user {os.geteuid()}. "
@@ -85,8 +84,7 @@ def find_user(wanted: str, processes: int = 0) -> RunnerUser:
         )
     if missing := [name for name, bit in _NEEDED.items() if not _capabilities() & 1 << bit]:
         raise InvalidArgumentError(
-            f"runner_user={user.name} needs capabilities that this worker lacks: {', '.join(missing)}. Add them "
-            f"(docker run --cap-add), or start the worker as {user.name} without runner_user"
+            f"runner_user needs capabilities that this worker lacks: {', '.join(missing)} (docker run --cap-add)"
         )
     _try_to_import(user)
     return user
@@ -115,26 +113,16 @@ def _capabilities() -> int:
 
 
 def _try_to_import(user: RunnerUser) -> None:
+    """Raise InvalidArgumentError, with what Python or the system said, unless the user can import Penstock."""
+    become: dict[str, Any] = {"user": user.uid, "group": user.gid, "extra_groups": [*user.groups], "cwd": "/"}
+    command, pipe = [sys.executable, "-P", "-c", "import penstock.proto"], subprocess.PIPE
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", "import penstock.proto"],
-            user=user.uid,
-            group=user.gid,
-            extra_groups=list(user.groups),
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_S,
-            check=False,
-        )
-        why = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    except subprocess.TimeoutExpired:
-        why = f"it did not import Penstock within {PROBE_S:g} s"
-    except OSError as error:
-        why = f"{error.strerror}. In a rootless container choose a user of /proc/self/uid_map"
+        done = subprocess.run(command, stdin=pipe, stderr=pipe, text=True, timeout=PROBE_S, check=False, **become)
+        why = done.stderr or "it said nothing" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
     if why:
         raise InvalidArgumentError(
-            f"runner_user must be able to use the Python of this worker, {sys.executable}, got {user.name}: {why}. "
-            "Install Python and its packages where other users can read them, not below /root"
+            f"{user.name} must be able to use this worker's Python: {why.strip().splitlines()[-1]}. Install Python "
+            "where all can read it, not below /root. In a rootless container choose a user of /proc/self/uid_map"
         )

@@ -37,8 +37,7 @@ def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
         return
     allowed = ", ".join(allow) if allow else "none"
     raise InputFnNotAllowedError(
-        f"{what} module {module!r}, which this worker may not run (allowed prefixes: {allowed}). Start the worker with "
-        f"--allow {module.partition('.')[0]}"
+        f"{what} module {module!r}, which is not allowed here: start the worker with --allow (now: {allowed})"
     )
 
 
@@ -47,8 +46,7 @@ def check_plain(spec: records_pb2.LoaderSpec) -> None:
     modules."""
     if spec.main_path or spec.sys_path:
         raise InputFnNotAllowedError(
-            f"input_fn {spec.input_fn!r} was sent with a search path or a script of the training job, which only an "
-            "embedded worker accepts. Install the module of input_fn where this worker can import it"
+            f"input_fn {spec.input_fn!r} was sent with a search path or script, which only an embedded worker accepts"
         )
 
 
@@ -84,18 +82,14 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
                 f"{qualname!r}. {UNDER_GUARD if module_name == MAIN else ANOTHER_VERSION}"
             ) from None
     if not callable(target):
-        raise InputFnNotFoundError(
-            f"input_fn must be a function or another callable, got {spec.input_fn!r}, a {type(target).__qualname__}"
-        )
+        raise InputFnNotFoundError(f"input_fn must be callable, got {spec.input_fn!r}, a {type(target).__qualname__}")
     if spec.allow and module_name != MAIN:
         _check_module(f"input_fn {spec.input_fn!r} is defined in", _defined_in(target), spec.allow)
     return target  # type: ignore[no-any-return]
 
 
 def _comes_with_arguments(*args: Any, **kwargs: Any) -> Any:
-    raise InputFnNotFoundError(
-        "input_fn cannot be imported by its name, and was not sent as a pickle. Define it at the top level of a module"
-    )
+    raise InputFnNotFoundError("input_fn has no importable name and no pickle: define it at the top of a module")
 
 
 def unpacked(
@@ -110,8 +104,7 @@ def unpacked(
         return fn, arguments.get("args", ()), arguments.get("kwargs", {})
     if not spec.sys_path:
         raise InputFnNotAllowedError(
-            f"input_fn {spec.input_fn!r} or its arguments are sent as a pickle, which only an embedded worker accepts. "
-            "Define the function in a module that this worker can import, and pass it only plain values"
+            f"input_fn {spec.input_fn!r} came as a pickle, which only an embedded worker accepts: put it into a module"
         )
     sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
     if spec.main_path:

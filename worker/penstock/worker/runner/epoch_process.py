@@ -23,7 +23,7 @@ from typing import Any, NoReturn, cast
 from penstock.proto.errors import LaneLostError
 from penstock.proto.lane.producer import Producer
 from penstock.proto.state.codec import decode_state, encode_state
-from penstock.runtime.process.end import kill_child, reap
+from penstock.runtime.process.end import reap
 from penstock.runtime.process.spawn import fork
 from penstock.runtime.process.titles import name_process, title_process
 from penstock.runtime.process.watch import Process, become_subreaper, wait_for_any
@@ -158,8 +158,3 @@ def die_like(status: int) -> NoReturn:
         signal.raise_signal(-status)
         time.sleep(LEAVE_S)
     os._exit(max(status, 0))
-
-
-def end_child(pid: int) -> None:
-    kill_child(pid)
-    reap(pid)

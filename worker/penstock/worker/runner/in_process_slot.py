@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.proto.batch.digest import DigestCover, batch_digest, cover_of, plan_digest, rows_digests, rows_in
+from penstock.proto.batch.digest import cover_of, digests_of, rows_in
 from penstock.proto.batch.flatten import ALIGN, Flattener, Structure
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
@@ -275,8 +275,7 @@ class InProcessSlot:
             if self._unsaved is not None:
                 why = f"the state of its loader could not be kept when this launch began: {self._unsaved}"
             raise ReplayMismatchError(
-                f"{source.name}: the slot cannot continue with batch {target.total + 1}, because {why}. Start the job "
-                "again from a saved state"
+                f"{source.name}: cannot continue with batch {target.total + 1}: {why}. Start again from a saved state"
             )
         recover(source, plan, target, partial(self._go, source))
         catch_up(source, target.epoch)
@@ -321,11 +320,7 @@ class InProcessSlot:
         memory = np.empty(nbytes + ALIGN, np.uint8)
         offset = -memory.ctypes.data % ALIGN
         flat.write_to(memory.ctypes.data + offset)
-        if self._cover == DigestCover.ROWS:
-            seed = plan_digest(structure, nbytes, shapes)[0]
-            digest, link = rows_digests(seed, structure, shapes, memory, offset, nbytes)
-        else:
-            digest = link = batch_digest(structure, memory, offset, nbytes, shapes, self._cover == DigestCover.FULL)
+        digest, link = digests_of(self._cover, structure, shapes, memory, offset, nbytes)
         return MadeBatch(structure, shapes, memory, offset, nbytes, digest, link, rows_in(structure, shapes), counts)
 
     def _note(self, source: SlotLoader, link: int) -> None:
@@ -346,8 +341,7 @@ class InProcessSlot:
             raise self._unsaved
         if self._start_data is None:
             raise StateUnavailableError(
-                f"{source.name}: the state after batch {total} cannot be saved, because no earlier state of the loader "
-                "is kept. Start the job again from a saved state"
+                f"{source.name}: no earlier state than batch {total} is kept to save it. Start again from a saved state"
             )
         position, exact = source.position, self.capabilities.exact_states
         is_here = (position.epoch, position.total) == (epoch, total) and source.is_open and not source.is_ahead
@@ -409,8 +403,7 @@ class InProcessSlot:
                 source.drop()
         if result.get("elsewhere") or result["ended"]:
             raise StateUnavailableError(
-                f"{source.name}: the state of step {step} cannot be saved: in a replay, the epoch ends at another "
-                "batch than before. The loader is not deterministic: run penstock doctor"
+                f"{source.name}: the state of step {step} cannot be saved: replayed batches differ. Run penstock doctor"
             )
         return SlotState(
             data,

@@ -150,8 +150,7 @@ class KeptRunner:
         ways = [data for _, data in sorted(near, key=lambda kept: -kept[0].total)]
         if not ways:
             raise StateMismatchError(
-                f"{source.name}: the loader cannot return to where the loop left epoch {epoch} by `break`, because no "
-                "earlier state of the loader is kept. Start the job again from a saved state"
+                f"{source.name}: no state is kept to return to the `break` of epoch {epoch}. Start from a saved state"
             )
 
         def try_point(data: bytes) -> None:

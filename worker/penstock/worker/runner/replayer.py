@@ -120,8 +120,7 @@ def _replayed(
         expected = delivered.get(source.position.total)
         if expected is not None and expected != source.digest:
             raise ReplayMismatchError(
-                f"{source.name}: in a replay from the position after batch {point.position.total}, the loader makes "
-                f"another batch {source.position.total} than the one that was delivered. {CHANGED}"
+                f"{source.name}: replayed batch {source.position.total} differs from the delivered one. {CHANGED}"
             )
 
     epoch, total = fields["epoch"], fields["total"]

@@ -19,7 +19,7 @@ from typing import NoReturn, cast
 
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import forks
-from penstock.runtime.process.end import signal_child
+from penstock.runtime.process.end import kill_child, reap, signal_child
 from penstock.runtime.process.spawn import fork
 from penstock.worker.loader.start import compare_record, record_of
 from penstock.worker.processes.control_channel import (
@@ -30,7 +30,7 @@ from penstock.worker.processes.control_channel import (
     plain_detail,
 )
 from penstock.worker.processes.progress_page import ProgressPage
-from penstock.worker.runner.epoch_process import Outcome, end_child, run_epoch
+from penstock.worker.runner.epoch_process import Outcome, run_epoch
 from penstock.worker.runner.epoch_runner import EpochRunner
 from penstock.worker.runner.kept_runner import KeptRunner
 from penstock.worker.runner.slot_stream import SlotStream, StartData, StopError, receive_start
@@ -156,5 +156,6 @@ class _Spare:
 
     def end(self) -> None:
         if self._pid:
-            end_child(self._pid)
+            kill_child(self._pid)
+            reap(self._pid)
             self._pid = 0

@@ -212,7 +212,7 @@ class SlotStream:
             ):
                 self._last_look = now
                 self._take_consumer()
-                self._poll_now()
+                self.serve(0)
                 if producer.abandoned:
                     return
 
@@ -308,14 +308,13 @@ class SlotStream:
             known = self.page.entry(position.total) if self._begun else None
             if known is not None and known.epoch == position.epoch and known.digest != source.digest:
                 raise ReplayMismatchError(
-                    f"{source.name}: replayed batch {position.total} of epoch {position.epoch} differs from the one "
-                    f"that was made before. {CHANGED}"
+                    f"{source.name}: replayed batch {position.total} differs from the one made before. {CHANGED}"
                 )
             self.page.note(
                 position.total, position.epoch, source.digest, position.samples, source.spent_s, source.chain
             )
             self.page.replayed()
-            self._poll_now()
+            self.serve(0)
             started = time.monotonic()
 
         return seen
@@ -401,9 +400,6 @@ class SlotStream:
             else:
                 producer.flush()
                 producer.take_acks()
-
-    def _poll_now(self) -> None:
-        self.serve(0)
 
     def _listen(self) -> None:
         while (message := self.channel.receive(wait=False)) is not None:

@@ -67,9 +67,7 @@ class DurableSnapshots:
                 break
             except COORDINATOR_ERRORS as error:  # OverloadedError is one of them
                 if not logged:
-                    slot.log.warning(
-                        "%s: a snapshot of the loader waits until the coordinator answers: %s", slot.name, error.message
-                    )
+                    slot.log.warning("%s: a snapshot waits for the coordinator: %s", slot.name, error.message)
                 logged = True
                 await asyncio.sleep(error.retry_after_s if isinstance(error, OverloadedError) else AGAIN_S)
             except (SupersededError, UnknownRunError) as error:

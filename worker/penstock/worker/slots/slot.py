@@ -59,10 +59,6 @@ _STAGES = {
     "load_state_dict": coordinator_pb2.RESTORE,
     "replay": coordinator_pb2.RESTORE,
 }
-_NO_ROOM = (
-    "{name}: the coordinator cannot keep the loader's first snapshot, without which the slot could not be recovered: "
-    "{why}"
-)
 
 
 class Slot:
@@ -205,12 +201,7 @@ class Slot:
             try:
                 await asyncio.wait_for(asyncio.shield(slot.child.exited), KILL_S)
             except TimeoutError:
-                slot.log.error(
-                    "%s: process %d was killed, and has not ended after %g s; it may wait for a driver or file system",
-                    slot.name,
-                    slot.child.pid,
-                    KILL_S,
-                )
+                slot.log.error("%s: killed process %d has not ended after %g s", slot.name, slot.child.pid, KILL_S)
         self.lanes.finished.close()
         slot.progress_page.close()
 
@@ -412,8 +403,7 @@ class Slot:
         if message.kind == "ready":
             if len(message.payload) > MAX_REPORT_BYTES:
                 raise invalid_message(
-                    f"a runner's report about its loader must have at most {MAX_REPORT_BYTES} bytes, got "
-                    f"{len(message.payload)}"
+                    f"a loader's report must have at most {MAX_REPORT_BYTES} bytes, got {len(message.payload)}"
                 )
             slot.capabilities.ParseFromString(message.payload)
             self._spawn(self._become_ready())
@@ -452,7 +442,8 @@ class Slot:
                 await self.durable.make(point)
             refused = self.durable.refused
             if refused and not slot.assignment.recovery:  # a recovery has an older snapshot of the slot
-                self.fail(detail_of(JournalError(_NO_ROOM.format(name=slot.name, why=refused))), lost=False)
+                what = "the coordinator cannot keep the loader's first snapshot, without which no recovery is possible"
+                self.fail(detail_of(JournalError(f"{slot.name}: {what}: {refused}")), lost=False)
         if slot.phase == coordinator_pb2.STARTING:
             slot.phase = coordinator_pb2.READY
             slot.ready.set()

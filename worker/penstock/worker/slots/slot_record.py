@@ -30,6 +30,8 @@ def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot)
 
 @dataclass
 class DaemonCounters:
+    """Counters of a daemon, each shown as the metric penstock_worker_NAME_total."""
+
     snapshots: int = 0
     """Snapshots and epoch starts received from runners."""
     snapshots_sent: int = 0

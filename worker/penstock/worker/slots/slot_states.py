@@ -35,19 +35,16 @@ HELPER_SHARE = 0.7
 """Share of a request's time for its helper: the stack of a slow one must reach the caller before the deadline."""
 
 
-class _Pauses:
-    def __init__(self) -> None:
-        self._waiting = 0
-
-    async def next(self) -> None:
-        self._waiting += 1
-        try:
-            await asyncio.sleep(POLL_S * max(1.0, self._waiting / POLLERS))
-        finally:
-            self._waiting -= 1
+_pausing = 0
 
 
-_pauses = _Pauses()
+async def _pause() -> None:
+    global _pausing
+    _pausing += 1
+    try:
+        await asyncio.sleep(POLL_S * max(1.0, _pausing / POLLERS))
+    finally:
+        _pausing -= 1
 
 
 def _share(until: float) -> float:
@@ -281,8 +278,7 @@ class SlotStates:
             raise NotRestartableError(f"{where} cannot be saved: {self._slot.capabilities.not_restartable}")
         if not self._slot.is_savable:
             raise NotRestartableError(
-                f"{where} returned a loader without state_dict and load_state_dict, whose state cannot be saved. Give "
-                "the loader the methods of RestartableDataLoader, or save by replay: Appliance(replay=True)"
+                f"{where} cannot be saved: give its loader state_dict and load_state_dict, or pass replay=True"
             )
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
@@ -305,7 +301,7 @@ class SlotStates:
             # begun the next epoch.
             if reached < epoch if end is None else end > began and (named or reached < epoch):
                 self._require_runner(f"epoch {epoch}")
-                await _pauses.next()
+                await _pause()
                 continue
             if end not in (None, began):
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, end
@@ -317,7 +313,7 @@ class SlotStates:
                 self._slot.drain()  # the runner sent its snapshots before the progress page showed the batch
                 return True
             self._require_runner(f"batch {total}")
-            await _pauses.next()
+            await _pause()
 
     def _require_runner(self, for_what: str) -> None:
         """Raise if the runner makes no more batches: a saving loop does not take the batch that would raise."""
@@ -325,8 +321,7 @@ class SlotStates:
             raise error_of(self._slot.broken)
         if self._slot.phase == coordinator_pb2.FAILED:
             raise StateUnavailableError(
-                f"{self._slot.name}: the state cannot be saved, because the worker's process for this slot failed "
-                f"before {for_what}. The training loop raises its error"
+                f"{self._slot.name} failed before {for_what}. The training loop raises its error"
             )
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
@@ -336,7 +331,7 @@ class SlotStates:
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
             self._require_runner(f"epoch {epoch}")
-            await _pauses.next()
+            await _pause()
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
@@ -378,8 +373,8 @@ class SlotStates:
         pure = is_pure(self._slot.capabilities)
         if point is None and not pure:
             raise StateUnavailableError(
-                f"{self._slot.name}: the state of step {request.step} is no longer available, because all snapshots "
-                f"before batch {total} have been dropped. Save at a later step, or raise retention_steps"
+                f"{self._slot.name}: the state of step {request.step} is no longer available: all snapshots before "
+                f"batch {total} have been dropped. Save at a later step, or raise retention_steps"
             )
         digests = {
             str(count): entry.digest

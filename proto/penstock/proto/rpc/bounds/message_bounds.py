@@ -159,9 +159,7 @@ class LargeRequests:
             if size <= SMALL_REQUEST:
                 return
             if self._bytes[token] + size > LARGE_REQUESTS:
-                raise OverloadedError(
-                    f"large requests of one token may have {LARGE_REQUESTS} bytes at a time. Retry later"
-                )
+                raise OverloadedError(f"large requests of one token may have {LARGE_REQUESTS} bytes at a time")
             self._bytes[token] += size
             counted += size
 

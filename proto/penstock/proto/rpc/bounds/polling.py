@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+
+from penstock.proto.v1 import coordinator_pb2 as pb
 
 HOLD_S = 1.0
 """Hold of a long poll in seconds before the coordinator's first reply, which states that of the next poll."""
@@ -17,11 +18,7 @@ MOST = 1e12
 """Largest value that is accepted for other numbers in a reply."""
 
 
-class _Reply(Protocol):
-    @property
-    def heartbeat_s(self) -> float: ...
-    @property
-    def lease_s(self) -> float: ...
+_Reply = pb.HeartbeatReply | pb.RegisterWorkerReply | pb.OpenRunReply | pb.WatchRunReply
 
 
 def within(value: float, most: float, otherwise: float) -> float:

@@ -56,6 +56,4 @@ def check_ticket(ticket: str, key: bytes, wall_s: float, what: str) -> None:
         raise AuthenticationError(f"the ticket to read the batches of {what} is wrong: start the training job again")
     if wall_s > int(expires):
         late_s = wall_s - int(expires)
-        raise SupersededError(
-            f"the ticket to read the batches of {what} expired {late_s:.0f} s ago: wait for a new one"
-        )
+        raise SupersededError(f"the ticket for the batches of {what} expired {late_s:.0f} s ago: wait for a new one")

@@ -141,8 +141,7 @@ def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) ->
     tokens = _parsed(text, source)
     if tokens.of("admin") is None:
         raise AuthenticationError(
-            f"{source} has no token for the role admin, which the web pages need: add a line admin:TOKEN, or listen on "
-            "127.0.0.1"
+            f"{source} has no token for the role admin, which web pages need: add admin:TOKEN, or listen on 127.0.0.1"
         )
     return text
 
@@ -165,9 +164,7 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         return from_environment, "PENSTOCK_TOKEN"
     file = _file(file)
     if file is None:
-        raise AuthenticationError(
-            "no token was given: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE (token_file in the settings file)"
-        )
+        raise AuthenticationError("no token was given: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE (or token_file)")
     name = f"the token file {os.fspath(file)}"
     try:
         # Open a named pipe without waiting for its writer. A pipe that the shell made, <(...), already has one.
