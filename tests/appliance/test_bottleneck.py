@@ -1,26 +1,54 @@
-"""Bottlenecks, from plain values: the loop, one slot, one worker, too few of them, the network between."""
+"""Bottlenecks, from measured slots: the loop, one slot, one worker, too few of them, the network between."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from penstock.appliance.core.bottleneck import BoxFacts, SlotFacts, find
+from penstock.appliance.core.bottleneck import find
+from penstock.appliance.core.entities import Box, BoxPresence, Slot, Worker
+from penstock.appliance.core.gauges import BoxWaits, SlotGauge
+from penstock.appliance.journal.snapshot_index import SlotKey
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 FULL = 8.0
 
 
-def slot(number: int, worker: str = "", **changes: object) -> SlotFacts:
-    values = {"phase": "READY", "wait_share": 0.0, "mean_queued": FULL} | changes
-    return SlotFacts(number, worker or f"w{number}", **values)  # type: ignore[arg-type]
+@dataclass
+class Measured(Slot):
+    wait_share: float = 0.0
+    late: float = 0.0
+    remote: bool = False
 
 
-def box(slots: Sequence[SlotFacts], number: int = 0, span_s: float = 20.0) -> BoxFacts:
-    return BoxFacts(number, span_s, sum(slot.wait_share for slot in slots), slots)
+def slot(
+    number: int,
+    worker: str = "",
+    *,
+    phase: str = "READY",
+    mean_queued: float = FULL,
+    behind: bool = False,
+    **changes: Any,
+) -> Measured:
+    key, worker = SlotKey("job/0", 1, 0, number), worker or f"w{number}"
+    gauge = SlotGauge(mean_queued=mean_queued, behind=behind)
+    return Measured(key, 1, pb.SlotPhase.Value(phase), worker, recovery=behind, gauge=gauge, **changes)
 
 
-def found(*boxes: BoxFacts) -> pb.Bottleneck:
-    finding = find(boxes)
+def box(slots: Sequence[Measured], number: int = 0, span_s: float = 20.0) -> Box:
+    seconds = [slot.wait_share * span_s for slot in slots]
+    waits = BoxWaits(span_s, seconds, [slot.late * slot.wait_share * span_s for slot in slots])
+    opening, start = pb.OpenRunRequest(host_id="here"), Position.start(len(slots))
+    return Box(number, "", opening, start, BoxPresence.LIVE, 0.0, 0, slots=list(slots), waits=waits)
+
+
+def found(*boxes: Box) -> pb.Bottleneck:
+    slots = [slot for box in boxes for slot in box.slots if isinstance(slot, Measured)]
+    hosts = {slot.worker: "there" if slot.remote else "here" for slot in slots}
+    workers = {name: Worker(name, "", host, 1, "", "", True, 0.0, 0.0, 0) for name, host in hosts.items()}
+    finding = find(boxes, workers)
     assert finding is not None
     return finding
 

@@ -24,7 +24,7 @@ def told(world: FakeCluster) -> pb.History:
     """Return the history of box 0 in the cluster state."""
     history = world.state_machine.cluster.history("job/0", 0)
     assert history is not None
-    return history.message()
+    return history
 
 
 def test_state_has_positions_and_abandoned(state: StateDir) -> None:

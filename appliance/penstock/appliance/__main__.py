@@ -22,7 +22,6 @@ from penstock.appliance.limits import MEMORY_BUDGET, Limits
 from penstock.appliance.server.server import IN_MEMORY, announcer, serve
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_tokens
-from penstock.runtime.config.sizes import bytes_of
 from penstock.runtime.process.memory_secrecy import keep_memory_private
 from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import log_lines
@@ -44,10 +43,8 @@ def main() -> int:
     add("--insecure", action="store_true", help="permission to listen beyond this machine without TLS")
     for part in ("ca", "cert", "key", "name"):
         add(f"--tls-{part}", default="", help="as for `penstock coordinator`, like all below")
-    add("--http", default="")
     for name in LEASES:
         add(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
-    add("--budget", default=os.environ.get("PENSTOCK_COORDINATOR_BUDGET", ""))
     given = parser.parse_args()
     keep_memory_private()
     name_process("penstock coord")
@@ -58,7 +55,7 @@ def main() -> int:
     limits = replace(
         defaults,
         **{name: getattr(given, name) for name in LEASES},
-        budget=bytes_of(given.budget) or (MEMORY_BUDGET if given.state_dir == IN_MEMORY else defaults.budget),
+        budget=MEMORY_BUDGET if given.state_dir == IN_MEMORY else defaults.budget,
     )
     try:
         asyncio.run(
@@ -71,7 +68,6 @@ def main() -> int:
                 parent_pid=given.parent_pid,
                 ready=announcer(given.ready_fd),
                 limits=limits,
-                http=given.http,
             )
         )
     except PenstockError as error:

@@ -101,7 +101,7 @@ MUTATIONS = (
         "a snapshot is acknowledged before it is written",
         Service,
         "PutSnapshot",
-        "await self._disk.put_snapshot(header, transfer.all())",
+        "await self._disk.put_snapshot(header, data)",
         "pass",
     ),
     Mutation(

@@ -26,7 +26,6 @@ from penstock.appliance.core.bottleneck import find
 from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Worker
 from penstock.appliance.core.placement import UNREACHABLE_S, Placement
-from penstock.appliance.core.views import facts
 from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.state.restartable import by_own_methods
@@ -113,7 +112,7 @@ def _straggler_moves(cluster: ClusterState, placement: Placement, now: float) ->
 
 def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[pb.Bottleneck]:
     """Return the box's bottleneck if its loop waits for a slot or worker at least STRAGGLER_WAIT_SHARE of its time."""
-    finding = find([facts(cluster, box)])
+    finding = find([box], cluster.workers)
     if finding is None or finding.kind not in ("straggler", "network"):
         return []
     return [finding] if finding.wait_share * finding.blame >= STRAGGLER_WAIT_SHARE else []

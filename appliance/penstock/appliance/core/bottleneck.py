@@ -7,16 +7,17 @@ meanwhile, and it takes at least 1.5 times as long for a batch (ready batches al
 difference fills a ring). Otherwise there are too few slots, or input_fn is too slow. If the slot is on another host and
 has batches ready itself, they arrive late: the bottleneck is the network.
 
-Collectives keep the boxes in step, so the run is as fast as the box that waits most. Pure functions over plain values.
+Collectives keep the boxes in step, so the run is as fast as the box that waits most. Pure: entities are read, never
+changed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
+from penstock.appliance.core.entities import Box, Slot, Worker
 from penstock.appliance.core.gauges import AHEAD
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.units import INPUT_BOUND, percent
@@ -29,156 +30,128 @@ STRAGGLER_FACTOR = 1.5
 """Smallest ratio of a straggler's time per batch to that of the other slots."""
 
 
-@dataclass(frozen=True)
-class SlotFacts:
-    slot: int
-    worker: str
-    """Empty: no worker."""
-    phase: str
-    """Name of the slot's SlotPhase: WAITING, STARTING, READY or FAILED."""
-    wait_share: float
-    """Share of its time that the box's loop waited for this slot, from 0 to 1."""
-    mean_queued: float
-    """Mean number of batches that are ready."""
-    late: float = 0.0
-    """Share of the waiting for this slot while it had batches ready, which then arrived late."""
-    remote: bool = False
-    """True if the slot's batches are sent over a network."""
-    restarts: int = 0
-    behind: bool = False
-    """True if the slot's runner is a replacement that still starts or replays."""
-    batch_s: float = 0.0
-    """Seconds of work per batch; 0 = not known."""
-
-
-@dataclass(frozen=True)
-class BoxFacts:
-    box: int
-    span_s: float
-    """Seconds over which all shares of the box and its slots were measured."""
-    wait_share: float
-    slots: Sequence[SlotFacts]
-
-
 def _of_box(
-    box: BoxFacts, kind: str, text: str, slot: int | None = None, worker: str = "", blame: float = 0.0
+    box: Box, kind: str, text: str, slot: int | None = None, worker: str = "", blame: float = 0.0
 ) -> pb.Bottleneck:
     """Return a bottleneck. `kind`: starting (first batches are made, or too little is measured), loop, straggler (one
     slot or worker), network (batches arrive late), workers (too few slots, or a slow input_fn), unplaced (no free
     capacity), recovering (a slot's new runner starts or replays, or the slot has failed)."""
-    bound, share = kind not in ("starting", "loop"), 0.0 if kind == "starting" and slot is None else box.wait_share
+    bound, share = kind not in ("starting", "loop"), 0.0 if kind == "starting" and slot is None else box.waits.share
     return pb.Bottleneck(
-        kind=kind, text=text, input_bound=bound, wait_share=share, box=box.box, slot=slot, worker=worker, blame=blame
+        kind=kind, text=text, input_bound=bound, wait_share=share, box=box.number, slot=slot, worker=worker, blame=blame
     )
 
 
-def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> pb.Bottleneck | None:
+def find(boxes: Iterable[Box], workers: Mapping[str, Worker], busy_cores: int = 0) -> pb.Bottleneck | None:
     """Return the run's bottleneck from the boxes whose loops run; None if there are none. `busy_cores`: cores of the
     workers' machines if the slots keep all busy; else 0."""
     boxes = list(boxes)
     stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
     if stuck is not None or not boxes:
         return stuck
-    worst = max(boxes, key=lambda box: (box.span_s >= LEAST_S, box.wait_share))
-    if worst.span_s < LEAST_S:
+    worst = max(boxes, key=lambda box: (box.waits.span_s >= LEAST_S, box.waits.share))
+    if worst.waits.span_s < LEAST_S:
         return _of_box(worst, "starting", _beginning(boxes))
-    top = max(worst.slots, key=lambda slot: slot.wait_share)
-    share = worst.wait_share
-    if share <= INPUT_BOUND or not top.wait_share:
+    top = max(worst.slots, key=lambda slot: worst.waits.of(slot.key.slot))
+    share = worst.waits.share
+    if share <= INPUT_BOUND or not worst.waits.of(top.key.slot):
         text = (
-            f"Not input-bound: box {worst.box}, which waits most, waits for data {percent(share)} of its time. The "
+            f"Not input-bound: box {worst.number}, which waits most, waits for data {percent(share)} of its time. The "
             "training loop sets the speed."
         )
         return _of_box(worst, "loop", text)
-    waits = f"Input-bound: box {worst.box} waits for data {percent(share)} of its time"
-    alone = _of_phase(worst, top, waits) or _late(worst, top, waits) or _straggler(worst, top, waits)
+    waits = f"Input-bound: box {worst.number} waits for data {percent(share)} of its time"
+    alone = _of_phase(worst, top, waits) or _late(worst, top, waits, workers) or _straggler(worst, top, waits)
     return alone or _few(worst, waits, busy_cores)
 
 
-def _unplaced(box: BoxFacts) -> pb.Bottleneck | None:
+def _unplaced(box: Box) -> pb.Bottleneck | None:
     """Return a bottleneck if a slot has no worker and waits are measured for less than LEAST_S: no first batch."""
-    slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
-    if slot is None or box.span_s >= LEAST_S:
+    slot = next((slot for slot in box.slots if slot.phase == pb.WAITING), None)
+    if slot is None or box.waits.span_s >= LEAST_S:
         return None
     text = (
-        f"Box {box.box} must wait: no worker has free capacity for its slot {slot.slot}. Start more workers, or "
+        f"Box {box.number} must wait: no worker has free capacity for its slot {slot.key.slot}. Start more workers, or "
         "workers with more slots."
     )
-    return _of_box(box, "unplaced", text, slot.slot)
+    return _of_box(box, "unplaced", text, slot.key.slot)
 
 
-def _beginning(boxes: Sequence[BoxFacts]) -> str:
-    starting = [slot for box in boxes for slot in box.slots if slot.phase == "STARTING"]
+def _beginning(boxes: Sequence[Box]) -> str:
+    starting = [slot for box in boxes for slot in box.slots if slot.phase == pb.STARTING]
     if starting:
         return f"Starting: the first batches of {len(starting)} slots are being made."
     return "Starting: not enough has been measured yet."
 
 
-def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> pb.Bottleneck | None:
+def _of_phase(box: Box, top: Slot, waits: str) -> pb.Bottleneck | None:
     """Return a bottleneck if slot `top` has no ready runner, or one still behind. `waits`: begins its text."""
-    if top.phase == "READY" and not top.behind:
+    behind, number = top.gauge.behind and top.recovery, top.key.slot
+    if top.phase == pb.READY and not behind:
         return None
-    blame = _share(top.wait_share, box)
-    prefix = f"{waits}, {percent(blame)} of that for slot {top.slot}"
-    if top.phase == "WAITING":
+    blame = _share(box, [top])
+    prefix = f"{waits}, {percent(blame)} of that for slot {number}"
+    if top.phase == pb.WAITING:
         text = f"{prefix}, for which no worker has free capacity: start more workers, or workers with more slots."
-        return _of_box(box, "unplaced", text, top.slot, "", blame)
-    if top.phase == "FAILED":
+        return _of_box(box, "unplaced", text, number, "", blame)
+    if top.phase == pb.FAILED:
         text = f"{prefix}, which has failed for good on worker {top.worker}: see its error."
-    elif top.restarts or top.behind:
+    elif top.restarts or behind:
         text = f"{prefix}, whose new runner on worker {top.worker} is still starting or replaying."
     else:
         text = f"{prefix}, whose first batch is being made on worker {top.worker}."
-        return _of_box(box, "starting", text, top.slot, top.worker, blame)
-    return _of_box(box, "recovering", text, top.slot, top.worker, blame)
+        return _of_box(box, "starting", text, number, top.worker, blame)
+    return _of_box(box, "recovering", text, number, top.worker, blame)
 
 
-def _late(box: BoxFacts, top: SlotFacts, waits: str) -> pb.Bottleneck | None:
-    if not top.remote or top.late < MIN_BLAME or top.mean_queued < AHEAD:
+def _late(box: Box, top: Slot, waits: str, workers: Mapping[str, Worker]) -> pb.Bottleneck | None:
+    number, worker, queued = top.key.slot, workers.get(top.worker), top.gauge.mean_queued
+    is_near = worker is not None and worker.host_id == box.opening.host_id
+    if is_near or box.waits.late(number) < MIN_BLAME or queued < AHEAD:
         return None
-    blame = _share(top.wait_share, box)
+    blame = _share(box, [top])
     text = (
-        f"{waits}, {percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches are ready "
+        f"{waits}, {percent(blame)} of that for slot {number}, although {queued:.1f} batches are ready "
         f"there on average: they arrive late from worker {top.worker}. Check the network to that machine, and its load."
     )
-    return _of_box(box, "network", text, top.slot, top.worker, blame)
+    return _of_box(box, "network", text, number, top.worker, blame)
 
 
-def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> pb.Bottleneck | None:
+def _straggler(box: Box, top: Slot, waits: str) -> pb.Bottleneck | None:
     """Return a bottleneck if the loop waits mainly for one slot or worker, which is slower than the others."""
     by_worker = Counter[str]()
     for slot in box.slots:
-        by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
+        by_worker[slot.worker] += box.waits.of(slot.key.slot)  # type: ignore[assignment]
     worker = max(by_worker, key=lambda name: by_worker[name])
     whole = [slot for slot in box.slots if slot.worker == worker]
     rest = [slot for slot in whole if slot is not top]
     # the slot is slow, not its worker
-    alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)
+    alone = all(slot.gauge.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)
     groups = [[top], whole] if alone else [whole, [top]]
     for group in groups:
-        numbers = {slot.slot for slot in group}
-        others = [slot for slot in box.slots if slot.slot not in numbers]
-        blame = _share(sum(slot.wait_share for slot in group), box)
-        ahead = 2 * sum(slot.mean_queued >= AHEAD for slot in others) >= len(others)
+        numbers = {slot.key.slot for slot in group}
+        others = [slot for slot in box.slots if slot.key.slot not in numbers]
+        blame = _share(box, group)
+        ahead = 2 * sum(slot.gauge.mean_queued >= AHEAD for slot in others) >= len(others)
         if blame < MIN_BLAME or not others or not ahead or not _slower(group, others):
             continue
-        who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
+        who = f"slot {top.key.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
         text = (
             f"{waits}, {percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} "
             f"batches are ready there on average, {_mean(others):.1f} at each other slot. Check that machine, and the "
             "data that the slot reads."
         )
-        return _of_box(box, "straggler", text, top.slot, group[0].worker, blame)
+        return _of_box(box, "straggler", text, top.key.slot, group[0].worker, blame)
     return None
 
 
-def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
+def _slower(group: Sequence[Slot], others: Sequence[Slot]) -> bool:
     """Return whether `group` is STRAGGLER_FACTOR times as slow; True if not known: then ready batches decide."""
     own, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
     return not own or not usual or max(own) >= STRAGGLER_FACTOR * median(usual)
 
 
-def _few(box: BoxFacts, waits: str, busy_cores: int) -> pb.Bottleneck:
+def _few(box: Box, waits: str, busy_cores: int) -> pb.Bottleneck:
     number = len(box.slots)
     many = f"all its {number} slots are busy" if number > 1 else "its one slot is busy"
     text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches are ready at each on average)"
@@ -192,9 +165,11 @@ def _few(box: BoxFacts, waits: str, busy_cores: int) -> pb.Bottleneck:
     return _of_box(box, "workers", text)
 
 
-def _share(part: float, box: BoxFacts) -> float:
-    return min(1.0, part / sum(slot.wait_share for slot in box.slots))
+def _share(box: Box, group: Sequence[Slot]) -> float:
+    """Return the part of the box's waiting that is for these slots."""
+    waited, whole = (sum(box.waits.of(slot.key.slot) for slot in slots) for slots in (group, box.slots))
+    return min(1.0, waited / whole)
 
 
-def _mean(slots: Sequence[SlotFacts]) -> float:
-    return sum(slot.mean_queued for slot in slots) / len(slots)
+def _mean(slots: Sequence[Slot]) -> float:
+    return sum(slot.gauge.mean_queued for slot in slots) / len(slots)

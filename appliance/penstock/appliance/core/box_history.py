@@ -7,8 +7,7 @@ state, which is newer than the journal; from the journal for attempts that are o
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -16,7 +15,7 @@ from google.protobuf.message import DecodeError
 from penstock.appliance.core.entities import Attempt, AttemptState, Box, BoxPresence
 from penstock.appliance.journal.database import damaged, read_only
 from penstock.appliance.journal.journal import checked
-from penstock.appliance.journal.snapshot_index import DurableSnapshot, SlotKey, SnapshotIndex
+from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -25,69 +24,28 @@ KNOWN = 8
 """Approximate number of a box's positions that the journal keeps; with 65,536 slots, one of every box takes 400 KB."""
 
 
-@dataclass(frozen=True)
-class BoxHistory:
-    """History of one box in one attempt: a copy that another thread serialises, because a large attempt takes seconds,
-    in which the event loop would receive no heartbeat."""
-
-    attempt: int
-    seed: int
-    opening: pb.OpenRunRequest
-    start: Position
-    settled: bool
-    """True if the box was live or closed in order, and `known` ends with its newest position; else it may have taken
-    more steps, of which the coordinator knows nothing."""
-    known: Sequence[Position | records_pb2.BoxPosition]
-    abandoned: Mapping[int, int]
-    """Abandoned epoch -> the last step that the loop took of it."""
-    slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderCapabilities | None]]
-    """By slot: skipped batches, as (epoch, total) -> count, and the loader's capabilities."""
-    mixture_changes: Sequence[records_pb2.MixtureChange] = ()
-    snapshots: Mapping[SlotKey, Sequence[DurableSnapshot]] = field(default_factory=dict)
-
-    def message(self) -> pb.History:
-        history = pb.History(attempt=self.attempt, opening=self.opening, settled=self.settled)
-        for name in ("attempt_key", "host_id"):
-            history.opening.ClearField(name)
-        history.opening.has_seed, history.opening.seed = True, self.seed
-        history.opening.start.CopyFrom(self.start.to_proto())
-        history.mixture_changes.extend(self.mixture_changes)
-        history.known.extend(at.to_proto() if isinstance(at, Position) else at for at in self.known)
-        history.abandoned.extend(
-            pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in sorted(self.abandoned.items())
-        )
-        for left_out, capabilities in self.slots:
-            skips = [records_pb2.Skip(epoch=e, total=t, count=n) for (e, t), n in sorted(left_out.items())]
-            history.slots.add(skips=skips, capabilities=capabilities)
-        for key, kept in self.snapshots.items():
-            headers = history.slots[key.slot].snapshots
-            for one in kept:
-                headers.add(
-                    **key._asdict(), total=one.total, epoch=one.epoch, size=one.size, epoch_start=one.epoch_start
-                )
-        return history
-
-    def thinned(self) -> BoxHistory:
-        """Return a copy for the journal, with the last known position and about KNOWN earlier ones."""
-        few = self.known[:-1][:: max(1, len(self.known) // KNOWN)]
-        return replace(self, known=[*few, *self.known[-1:]])
-
-    def serialised(self) -> bytes:
-        """Return the bytes of a History message, without snapshots, which have an index of their own."""
-        return self.message().SerializeToString()
-
-
-def history_of(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex | None = None) -> BoxHistory:
-    """Return the history of a box of an open attempt, with its durable snapshots if the index is given."""
+def history_of(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex | None = None) -> pb.History:
+    """Return the history of a box of an open attempt, with its durable snapshots; without the index that for the
+    journal, with the last known position and about KNOWN earlier ones."""
     reports = box.presence is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
     settled = (box.reported and (reports or box.presence is BoxPresence.CLOSED)) or box.settled
-    slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
-    changes = [change for change in attempt.mixture_changes if change.attempt <= attempt.number]
-    snapshots = {slot.key: snapshot_index.snapshots(slot.key) for slot in box.slots} if snapshot_index else {}
-    known, left = _known(box), dict(box.abandoned)
-    return BoxHistory(
-        attempt.number, attempt.seed, box.opening, box.start, settled, known, left, slots, changes, snapshots
-    )
+    history = pb.History(attempt=attempt.number, opening=box.opening, settled=settled)
+    for name in ("attempt_key", "host_id"):
+        history.opening.ClearField(name)
+    history.opening.has_seed, history.opening.seed = True, attempt.seed
+    history.opening.start.CopyFrom(box.start.to_proto())
+    history.mixture_changes.extend(change for change in attempt.mixture_changes if change.attempt <= attempt.number)
+    known = _known(box)
+    if snapshot_index is None:
+        known = [*known[:-1][:: max(1, len(known) // KNOWN)], *known[-1:]]
+    history.known.extend(at.to_proto() if isinstance(at, Position) else at for at in known)
+    history.abandoned.extend(pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in sorted(box.abandoned.items()))
+    for slot in box.slots:
+        skips = [records_pb2.Skip(epoch=e, total=t, count=n) for (e, t), n in sorted(slot.skips.items())]
+        headers = history.slots.add(skips=skips, capabilities=slot.capabilities).snapshots
+        for one in snapshot_index.snapshots(slot.key) if snapshot_index is not None else ():
+            headers.add(**slot.key._asdict(), **asdict(one))
+    return history
 
 
 def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:

@@ -11,11 +11,12 @@ from penstock.appliance.core.entities import Attempt, AttemptState, Box, Run, Sl
 from penstock.appliance.core.free_capacity import FreeCapacity
 from penstock.appliance.core.leases import LeasePolicy, SnapshotShare
 from penstock.appliance.core.recent_events import RecentEvents
-from penstock.appliance.journal.journal import Journal
+from penstock.appliance.journal.journal import SLOT_FIELDS, Journal
 from penstock.appliance.journal.snapshot_index import SlotKey, SnapshotIndex
 from penstock.appliance.limits import Limits
 from penstock.proto.errors import SupersededError, UnknownRunError
 from penstock.proto.rpc.credentials.tickets import lane_key, make_ticket
+from penstock.proto.v1 import coordinator_pb2 as pb
 
 Topic = tuple[str | int, ...]
 """Name of a thing whose change wakes waiting calls, such as ("worker", name) or ("box", run, attempt, box)."""
@@ -154,17 +155,8 @@ class ClusterState:
     # ------------------------------------------------------------------------------------------------ the journal
 
     def save_run(self, run: Run) -> None:
-        self.journal.put(
-            "runs",
-            {
-                "run": run.name,
-                "seed": str(run.seed),
-                "num_boxes": run.num_boxes,
-                "num_workers": run.num_workers,
-                "attempt": run.attempt,
-                "generation": run.generation,
-            },
-        )
+        row = {name: getattr(run, name) for name in ("num_boxes", "num_workers", "attempt", "generation")}
+        self.journal.put("runs", row | {"run": run.name, "seed": str(run.seed)})
 
     def save_attempt(self, attempt: Attempt) -> None:
         row = {"run": attempt.run, "attempt": attempt.number, "key": attempt.key, "opened_by": attempt.opened_by}
@@ -176,22 +168,10 @@ class ClusterState:
     def save_slot(self, slot: Slot) -> None:
         attempt, _ = self.box_of(slot)
         attempt.note_generation(slot.generation)
-        self.journal.put(
-            "slots",
-            {
-                **slot.key._asdict(),
-                "generation": slot.generation,
-                "phase": int(slot.phase),
-                "worker": slot.worker,
-                "session": slot.session,
-                "ever_ready": slot.ever_ready,
-                "recovery": slot.recovery,
-                "restarts": slot.restarts,
-                "note": slot.note,
-                "capabilities": slot.capabilities and slot.capabilities.SerializeToString(),
-                "error": slot.error and slot.error.SerializeToString(),
-            },
-        )
+        row = slot.key._asdict() | {name: getattr(slot, name) for name in SLOT_FIELDS}
+        row["capabilities"] = slot.capabilities and slot.capabilities.SerializeToString()
+        row["error"] = slot.error and slot.error.SerializeToString()
+        self.journal.put("slots", row)
 
     def save_skip(self, slot: Slot, epoch: int, total: int) -> None:
         row = slot.key._asdict() | {"epoch": epoch, "total": total}
@@ -205,7 +185,7 @@ class ClusterState:
     def save_history(self, attempt: Attempt, box: Box) -> None:
         self.journal.put("tracks", history_row(attempt, box))
 
-    def history(self, run_name: str, box_number: int) -> box_history.BoxHistory | None:
+    def history(self, run_name: str, box_number: int) -> pb.History | None:
         run = self.runs.get(run_name)
         attempt = run.current if run is not None else None
         box = attempt.boxes.get(box_number) if attempt is not None else None
@@ -224,9 +204,9 @@ def box_row(attempt: Attempt, box: Box) -> dict[str, Any]:
 
 
 def history_row(attempt: Attempt, box: Box) -> dict[str, Any]:
-    history = box_history.history_of(attempt, box).thinned()
+    history = box_history.history_of(attempt, box)
     over = attempt.state is not AttemptState.OPEN
-    return _box_key(attempt, box) | {"over": over, "history": history.serialised}
+    return _box_key(attempt, box) | {"over": over, "history": history.SerializeToString}
 
 
 def _box_key(attempt: Attempt, box: Box) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from penstock.appliance.core.entities import (
     client_in,
 )
 from penstock.appliance.journal.database import damaged
+from penstock.appliance.journal.journal import SLOT_FIELDS
 from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.errors import PenstockError
 from penstock.proto.state.position import Position
@@ -133,13 +134,12 @@ def _slot(cluster: ClusterState, waiting: dict[SlotKey, Slot], row: Mapping[str,
     attempt = cluster.runs[row["run"]].current
     assert attempt is not None  # rows of slots go with their attempt, in one transaction
     box = attempt.boxes[row["box"]]
-    slot = Slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]), row["generation"], row["phase"])
-    slot.worker, slot.session, slot.note, slot.moved_at = row["worker"], row["session"], row["note"], now
-    slot.ever_ready, slot.recovery, slot.restarts = bool(row["ever_ready"]), bool(row["recovery"]), row["restarts"]
-    slot.capabilities = (
-        None if row["capabilities"] is None else records_pb2.LoaderCapabilities.FromString(row["capabilities"])
-    )
-    slot.error = None if row["error"] is None else records_pb2.ErrorDetail.FromString(row["error"])
+    key = SlotKey(row["run"], row["attempt"], row["box"], row["slot"])
+    slot = Slot(key, **{name: row[name] for name in SLOT_FIELDS}, moved_at=now)
+    if row["capabilities"] is not None:
+        slot.capabilities = records_pb2.LoaderCapabilities.FromString(row["capabilities"])
+    if row["error"] is not None:
+        slot.error = records_pb2.ErrorDetail.FromString(row["error"])
     box.slots.append(slot)
     attempt.note_generation(slot.generation)
     if slot.worker:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from penstock.appliance.core import demand
-from penstock.appliance.core.bottleneck import BoxFacts, SlotFacts, find
+from penstock.appliance.core.bottleneck import find
 from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Worker
 from penstock.appliance.core.leases import LeasePolicy
@@ -205,28 +205,6 @@ def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
     )
 
 
-def facts(cluster: ClusterState, box: Box) -> BoxFacts:
-    """Return the measurements from which the box's bottleneck is found."""
-    host, workers = box.opening.host_id, cluster.workers
-    near = {slot.worker for slot in box.slots if slot.worker in workers and workers[slot.worker].host_id == host}
-    slots = [
-        SlotFacts(
-            slot.key.slot,
-            slot.worker,
-            pb.SlotPhase.Name(slot.phase),
-            box.waits.of(slot.key.slot),
-            slot.gauge.mean_queued,
-            box.waits.late(slot.key.slot),
-            slot.worker not in near,
-            slot.restarts,
-            slot.gauge.behind and slot.recovery,
-            slot.batch_s,
-        )
-        for slot in box.slots
-    ]
-    return BoxFacts(box.number, box.waits.span_s, box.waits.share, slots)
-
-
 def fill_status(reply: pb.StatusReply, cluster: ClusterState, now: float, uptime_s: float) -> Iterator[None]:
     """Fill the reply in steps of one box or STEP workers, between which other calls may change the cluster state."""
     reply.version, reply.protocol, reply.uptime_s = VERSION, PROTOCOL, uptime_s
@@ -270,14 +248,14 @@ def fill_status(reply: pb.StatusReply, cluster: ClusterState, now: float, uptime
 def _fill_run(
     status: pb.RunStatus, cluster: ClusterState, attempt: Attempt, now: float, caused: Counter[str], busy_cores: int
 ) -> Iterator[None]:
-    going: list[BoxFacts] = []
+    going: list[Box] = []
     for _, box in sorted(attempt.boxes.items()):
         status.input_fn = box.opening.loader.input_fn
         box_status = _box_status(cluster, box, now)
         status.boxes.append(box_status)
         status.recoveries += sum(slot.restarts for slot in box_status.slots)
         if box_status.live and not box_status.epoch_ended:
-            going.append(facts(cluster, box))
+            going.append(box)
             status.steps_per_s += box_status.steps_per_s
             status.batches_per_s += sum(slot.batches_per_s for slot in box_status.slots)
             status.wait_share = max(status.wait_share, box_status.wait_share)
@@ -285,6 +263,6 @@ def _fill_run(
                 caused[slot.worker] += slot.wait_share  # type: ignore[assignment]
         yield
     status.steps_per_s /= max(1, len(going))
-    bottleneck = find(going, busy_cores)
+    bottleneck = find(going, cluster.workers, busy_cores)
     if bottleneck is not None:
         status.bottleneck.CopyFrom(bottleneck)

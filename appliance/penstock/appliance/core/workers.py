@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 
 from penstock.appliance.core import launch_restarts, quarantine, views
@@ -53,7 +53,7 @@ class Workers:
         self._cluster, self._placement, self._migrations = cluster, placement, migrations
         self._state_queries, self._promised = state_queries, promised
         self._settle = settle
-        self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._old_sessions: deque[tuple[str, str]] = deque(maxlen=PAST_SESSIONS)
 
     def register_worker(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
         cluster = self._cluster
@@ -73,9 +73,7 @@ class Workers:
             keeps, draining = old.slots, old.draining or request.draining
         elif old is not None:
             self._placement.drop_worker(old, f"worker {old.name} was restarted", now)
-            self._old_sessions[old.name, old.session] = None
-            while len(self._old_sessions) > PAST_SESSIONS:
-                self._old_sessions.popitem(last=False)
+            self._old_sessions.append((old.name, old.session))
         worker = Worker(
             request.worker,
             request.session,

@@ -34,26 +34,14 @@ from penstock.runtime.telemetry.counters import Histogram
 Rows = dict[tuple[Any, ...], tuple[str, Any]]
 """Key -> (SQL statement, values), the last write of a key; for `put_all`, values is a function that makes many rows."""
 
+SLOT_FIELDS = ("generation", "phase", "worker", "session", "ever_ready", "recovery", "restarts", "note")
+"""Fields of entities.Slot that its row holds as they are."""
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # table: key columns, other columns. A seed is text: SQLite's integers are signed, seeds are unsigned 64-bit.
     "runs": (("run",), ("seed", "num_boxes", "num_workers", "attempt", "generation")),
     "attempts": (("run", "attempt"), ("key", "opened_by", "state", "why")),
     "boxes": (("run", "attempt", "box"), ("client_id", "place", "opening")),
-    "slots": (
-        ("run", "attempt", "box", "slot"),
-        (
-            "generation",
-            "phase",
-            "worker",
-            "session",
-            "ever_ready",
-            "recovery",
-            "restarts",
-            "note",
-            "capabilities",
-            "error",
-        ),
-    ),
+    "slots": (("run", "attempt", "box", "slot"), (*SLOT_FIELDS, "capabilities", "error")),
     "skips": (("run", "attempt", "box", "slot", "epoch", "total"), ("count", "own")),
     # The highest generation reserved for a migration target of a slot: see migration.py.
     "reserved": (("run", "attempt", "box", "slot"), ("generation",)),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -16,6 +15,9 @@ from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.core.state_query import BoxState, MixtureTrial, StateQuery
 from penstock.proto.errors import SAME_RELEASE, DeadlineError, ProtocolError
 from penstock.proto.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    from penstock.appliance.server.service import TopicWaiter
 
 LOOK_S = 0.2
 """Longest time in seconds until a waiting change is checked again."""
@@ -33,7 +35,7 @@ class MixtureCalls:
     def __init__(
         self,
         state_machine: StateMachine,
-        on: Callable[[Topic], AbstractContextManager[asyncio.Event]],
+        on: Callable[[Topic], AbstractContextManager[TopicWaiter]],
         complete: _Complete,
     ) -> None:
         self._state_machine, self._on, self._complete = state_machine, on, complete
@@ -88,14 +90,11 @@ class MixtureCalls:
                 orders.fence(proposal)
                 state_machine.settle()
                 while waits_for := orders.undecided(proposal):
-                    event.clear()
                     if asyncio.get_running_loop().time() > until:
                         raise DeadlineError(
                             f"the mixture of run {proposal.run.name} is unchanged: waited for {waits_for}. {AGAIN}"
                         )
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_S):
-                            await event.wait()
+                    await event.comes(asyncio.get_running_loop().time() + LOOK_S)
             orders.make(proposal)
             state_machine.settle()
         finally:

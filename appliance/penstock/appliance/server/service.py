@@ -35,7 +35,7 @@ from penstock.appliance.server.mixture_calls import MixtureCalls
 from penstock.appliance.server.rate_limits import RateLimiter, address_of
 from penstock.appliance.server.recent_queries import RecentQueries
 from penstock.appliance.server.state_stream import in_json, packed, parts
-from penstock.appliance.server.transfers import MinimumRate, Transfer, ended_when_slow
+from penstock.appliance.server.transfers import MinimumRate, ended_when_slow
 from penstock.proto.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -75,6 +75,14 @@ _Key = TypeVar("_Key")
 class TopicWaiter(asyncio.Event):
     over = False
     """True if the call must be answered now, because too many wait for the same topic."""
+
+    async def comes(self, until: float) -> bool:
+        """Wait for the topic's next change; False if there is none before `until`, in the event loop's time."""
+        self.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                return await self.wait()
+        return False
 
 
 class TopicSignals:
@@ -244,10 +252,7 @@ class Service(CoordinatorServicer):
             return
         with self._signals.on(topic, WATCHES_MAX) as event:
             while version() == seen and not self._closing and not event.over and loop.time() < until:
-                event.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(until):
-                        await event.wait()
+                await event.comes(until)
 
     # -------------------------------------------------------------------------------------------------------- clients
 
@@ -365,14 +370,10 @@ class Service(CoordinatorServicer):
         """Return the states of box `number` once complete. Raises the query's error, DeadlineError at `until`."""
         with self._signals.on(query.topic(number)) as event:
             while number not in query.boxes and query.failure is None:
-                event.clear()
-                try:
-                    async with asyncio.timeout_at(until):
-                        await event.wait()
-                except TimeoutError as error:
+                if not await event.comes(until):
                     raise DeadlineError(
                         f"the {query.title} was not complete after {deadline_s:g} s; waited for {query.waits_for()}"
-                    ) from error
+                    )
         if query.failure is not None:
             raise error_of(detail_of(query.failure))  # a copy, because several callers raise it
         return query.boxes[number]
@@ -424,18 +425,15 @@ class Service(CoordinatorServicer):
             self._state_machine.slot_of_generation(key, header.generation)
             if refused := self._snapshot_index.why_refused(key, header.size):
                 return pb.PutSnapshotReply(refused=refused, free_bytes=self._snapshot_index.free)
-            transfer = Transfer("PutSnapshot", header.size)
             async with self._snapshots_in.taken(header.size, credential()):
                 # checked again, because the budget may have changed during the transfer
                 if refused := self._snapshot_index.why_refused(key, header.size):
                     return pb.PutSnapshotReply(refused=refused, free_bytes=self._snapshot_index.free)
                 with self._snapshot_index.expecting(header.size):
-                    transfer.add(first.data)
-                    async for part in coming:
-                        transfer.add(part.data)
+                    data = await coming.whole(first.data, header.size)
                     self._state_machine.slot_of_generation(key, header.generation)
                     self._spare(DropSnapshot(key, header.total, header.epoch))
-                    await self._disk.put_snapshot(header, transfer.all())
+                    await self._disk.put_snapshot(header, data)
             self._state_machine.snapshot_stored(header)
             return pb.PutSnapshotReply(free_bytes=self._snapshot_index.free)
 
@@ -469,15 +467,11 @@ class Service(CoordinatorServicer):
         await self._admitted(answer)
         if not queries.wanted(answer.request):
             return pb.PutStateReply()  # its callers left while it waited, so no query counts its bytes
-        transfer = Transfer("PutState", answer.state_bytes)
         try:
-            transfer.add(first.data)
-            async for part in coming:
-                if not queries.wanted(answer.request):
-                    return pb.PutStateReply()
-                transfer.add(part.data)
-            async with self._journal.synced():
-                self._state_machine.answer_state(answer, transfer.all())
+            data = await coming.whole(first.data, answer.state_bytes, lambda: queries.wanted(answer.request))
+            if queries.wanted(answer.request):
+                async with self._journal.synced():
+                    self._state_machine.answer_state(answer, data)
         except BaseException:
             queries.lost(answer.request)
             raise
@@ -488,15 +482,11 @@ class Service(CoordinatorServicer):
         queries, now = self._state_machine.state_queries, self._state_machine.clock
         with self._signals.on(ANSWERS_FREED) as event:
             while (left_s := queries.admit(answer.request, answer.state_bytes, now())) is not None:
-                event.clear()
-                try:
-                    async with asyncio.timeout(left_s):
-                        await event.wait()
-                except TimeoutError as error:
+                if not await event.comes(asyncio.get_running_loop().time() + left_s):
                     raise DeadlineError(
                         f"the coordinator had no memory for a state of {answer.state_bytes} bytes (request "
                         f"{answer.request}) before its deadline: fetch fewer states at once"
-                    ) from error
+                    )
 
     # ---------------------------------------------------------------------------------------------- blobs, operators
 
@@ -520,11 +510,8 @@ class Service(CoordinatorServicer):
     async def _take_blob(self, first: pb.BlobPart, coming: MinimumRate[pb.BlobPart]) -> None:
         self._check_blob(first)
         name, size = first.blob, first.size
-        transfer = Transfer("PutBlob", size)
         with self._snapshot_index.expecting(size):
-            async for part in coming:
-                transfer.add(part.data)
-            data = transfer.all()
+            data = await coming.whole(first.data, size)
             if await self._disk.run(blob_name, data) != name:
                 raise ProtocolError(f"PutBlob: the {size} bytes received do not have the declared digest {name}")
             self._spare(DropBlob(name))
@@ -570,7 +557,7 @@ class Service(CoordinatorServicer):
             if present is None or one.attempt != present.attempt:  # else the attempt has ended meanwhile
                 yield pb.HistoryPart(history=one)
         if present is not None:
-            yield pb.HistoryPart(history=await asyncio.to_thread(present.message))
+            yield pb.HistoryPart(history=present)
 
     async def _renew_report(self, run: str, number: int) -> None:
         box = self._state_machine.attempts.ask(run, number)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
@@ -57,26 +57,20 @@ class MinimumRate(Generic[_Part]):
         self._came += len(part.data)
         return part
 
-
-class Transfer:
-    """Value collected from its parts, which must have exactly `size` bytes together."""
-
-    def __init__(self, what: str, size: int) -> None:
-        self._what = what
-        self._size = size
-        self._data = io.BytesIO()  # a list of short pieces would take more memory than their bytes
-
-    def add(self, piece: bytes) -> None:
-        if self._data.tell() + len(piece) > self._size:
-            raise ProtocolError(f"{self._what}: the data must have the declared {self._size} bytes, got more")
-        self._data.write(piece)
-
-    def all(self) -> bytes:
-        if self._data.tell() != self._size:
-            raise ProtocolError(
-                f"{self._what}: the data must have the declared {self._size} bytes, got {self._data.tell()}"
-            )
-        return self._data.getvalue()
+    async def whole(self, first: bytes, size: int, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
+        """Return the value, which begins with `first` and must have `size` bytes; b"" once it is not wanted."""
+        data = io.BytesIO(first)  # a list of short pieces would take more memory than their bytes
+        data.seek(len(first))
+        async for part in self:
+            if not is_wanted():
+                return b""
+            data.write(part.data)
+            if data.tell() > size:
+                break
+        if (came := data.tell()) != size:
+            got = "more" if came > size else came
+            raise ProtocolError(f"{self._what}: the data must have the declared {size} bytes, got {got}")
+        return data.getvalue()
 
 
 class _Reader:
