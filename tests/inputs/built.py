@@ -127,14 +127,14 @@ def numbers(first: int) -> list[torch.Tensor]:
 
 
 def made(number: int, ours: bool) -> dict[str, Any]:
-    """A batch of two tensors with a number between them."""
+    """A batch of two tensors and a number."""
     xs, ys = numbers(number), numbers(-number)
     if not ours:
-        return {"x": torch.stack(xs), "number": number, "y": torch.stack(ys)}
+        return {"x": torch.stack(xs), "y": torch.stack(ys), "number": number}
     return {
         "x": torch.stack(xs, out=empty((len(xs), WIDTH), torch.int64)),
-        "number": number,
         "y": torch.stack(ys, out=empty((len(ys), WIDTH), torch.int64)),
+        "number": number,
     }
 
 

@@ -47,11 +47,11 @@ def lease(producer: Producer) -> EntryLease:
     return made
 
 
-def leaf(lease: EntryLease, values: Any, *, guess: bool = False) -> torch.Tensor:
+def leaf(lease: EntryLease, values: Any) -> torch.Tensor:
     """A tensor of int64 in the slot."""
     arena = lease.begin()
     assert arena is not None
-    at = lease.place(arena, 8 * len(values), guess=guess)
+    at = lease.place(arena, 8 * len(values))
     assert at is not None
     made = torch.from_numpy(np.ndarray((len(values),), np.int64, arena, at))
     made.copy_(torch.as_tensor(values))
@@ -163,22 +163,6 @@ def test_a_leaf_in_an_outgrown_ring_is_copied(lease: EntryLease, producer: Produ
     assert larger is not None
     producer.return_unused(larger)
     assert copied(lease, batch)[:2] == [1, 2]
-
-
-def test_offsets_follow_the_last_misplaced_batch(lease: EntryLease) -> None:
-    def make(rows: int) -> list[Any]:
-        label = torch.tensor(rows * [9])
-        return [leaf(lease, rows * [1], guess=True), label, leaf(lease, rows * [2], guess=True), label]
-
-    copied(lease, make(10))
-    in_place(lease, lambda: make(10))
-    in_place(lease, lambda: make(10))
-    arena = lease.begin()
-    assert arena is not None
-    assert lease.place(arena, 8, guess=True) is None, "of another size: it will be somewhere else"
-    del arena
-    copied(lease, make(11))
-    in_place(lease, lambda: make(11))
 
 
 def test_lease_waits_for_an_entry_until_told(producer: Producer) -> None:

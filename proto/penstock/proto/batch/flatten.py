@@ -151,10 +151,6 @@ class FlatBatch:
                 self._sources[index] = low + offset
         return len(inside)
 
-    def leaf_ranges(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int]]:
-        """Return (offset, size) of each leaf whose memory overlaps `entry`: where `write_to` will copy it."""
-        return [(offset, self._sizes[index]) for index, offset, _ in self._inside(entry)]
-
     def _inside(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int, bool]]:
         """(index, offset in the batch, whether it is at this offset of `entry`) of each leaf that overlaps `entry`."""
         low = _address(entry)

@@ -68,9 +68,6 @@ class EntryLease:
         self._yielded = False  # a batch of this arena was yielded while user code still held tensors of it
         self._forked = False  # a forked child may hold views
         self._vain = 0
-        self._leaf_ranges: list[
-            tuple[int, int]
-        ] = []  # (start, size) where the tensors of the last misplaced batch belonged
 
     def begin(self) -> EntryArena | None:
         """Return the arena in which user code builds the batch; None: in ordinary memory. The caller keeps it while it
@@ -97,16 +94,13 @@ class EntryLease:
         self.cursor = 0
         return arena
 
-    def place(self, arena: EntryArena, nbytes: int, *, guess: bool = False) -> int | None:
+    def place(self, arena: EntryArena, nbytes: int) -> int | None:
         """Return the offset in bytes of a leaf in the arena, and move the cursor behind it; None: in ordinary memory.
-
-        guess: True if the sizes of leaves in between are not known. The offset is then taken from the layout of the
-        last batch that had to be copied for wrong offsets: batches often have one layout.
-        """
-        offset = self._guess(nbytes) if guess and self._leaf_ranges else self.cursor
-        if offset is None or offset + nbytes > len(arena):
+        A leaf of ordinary memory between two in the arena moves the second one, so such a batch is copied."""
+        offset = self.cursor
+        if offset + nbytes > len(arena):
             return None
-        self.skip(offset - self.cursor + nbytes)
+        self.skip(nbytes)
         return offset
 
     def skip(self, nbytes: int) -> None:
@@ -119,8 +113,6 @@ class EntryLease:
         if reserved is None:
             return None
         settled = flat.settle(arena) if arena is not None else 0
-        if settled < 0 and arena is not None:
-            self._leaf_ranges = flat.leaf_ranges(arena)
         del arena
         if self._arena() is None and not self._forked:
             if need <= reserved.ring.entry_bytes and self._producer.is_current(reserved):
@@ -161,13 +153,6 @@ class EntryLease:
         self._producer.return_unused(self._reserved)
         self._reserved = None
         self._forked = False
-
-    def _guess(self, nbytes: int) -> int | None:
-        for start, size in self._leaf_ranges:
-            if size == nbytes and start >= self.cursor:
-                return start
-        self._leaf_ranges = []
-        return None
 
 
 def _none() -> None:

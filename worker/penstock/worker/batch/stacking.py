@@ -35,7 +35,7 @@ class Builder:
         if arena is None:
             return None
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self._cut(arena, dims, torch.get_default_dtype() if dtype is None else dtype, guess=True)
+        return self._cut(arena, dims, torch.get_default_dtype() if dtype is None else dtype)
 
     def collate(self, samples: list[Any]) -> Any:
         arena = self.lease.begin()
@@ -93,15 +93,13 @@ class Builder:
         else:
             self.lease.cursor = NOWHERE  # of unknown size: later leaves are built elsewhere
 
-    def _cut(
-        self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
-    ) -> torch.Tensor | None:
+    def _cut(self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         known = CARRIERS.get(dtype)
         count = prod(dims)
         if known is None or count <= 0 or min(dims, default=1) < 0:
             return None
         carrier, view = known
-        offset = self.lease.place(arena, count * carrier.itemsize, guess=guess)
+        offset = self.lease.place(arena, count * carrier.itemsize)
         if offset is None:
             return None
         made = torch.from_numpy(np.ndarray(dims, carrier, arena, offset))
