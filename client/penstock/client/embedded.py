@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.client.stream.wait_notice import say
 from penstock.proto.errors import PenstockError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.private_folders import PrivateFolder
@@ -155,10 +156,7 @@ class Embedded:
         for line in self._out.read():
             text = line.decode(errors="backslashreplace")
             self._tail.append(text)
-            try:
-                print(text, file=sys.stderr, flush=True)
-            except (OSError, ValueError, AttributeError):
-                pass  # stderr is closed; the line is still in the tail
+            say(text)
         return not self._out.ended
 
     def _read_rest(self) -> None:

@@ -33,8 +33,6 @@ from penstock.runtime.process.forks import OwnerProcess
 from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 
 HERE: Final = "this process"
-STRUCTURES_KEPT: Final = 64
-"""Most Assemblers kept, each for one structure (nesting, keys and dtypes)."""
 
 
 class Fault(Protocol):
@@ -263,7 +261,6 @@ class InProcessReader(Reader):
         super().__init__(run, self._box.position, label, timeout_s)
         self._device = device if device != "cpu" else ""
         self._faults = sorted(faults, key=lambda fault: fault.step)
-        self._assemblers: OrderedDict[int, Assembler] = OrderedDict()
         run.progress.position = self.position.to_proto
         open_streams.readers.add(self)
 
@@ -272,10 +269,7 @@ class InProcessReader(Reader):
     def next(self) -> Any:
         run, box = self.run, self._box
         run.check()
-        if run.error is not None:
-            raise run.error
-        if run.closed:
-            raise PenstockError(f"{self.label}: its Appliance was closed inside the loop: close it after the loop")
+        self._check_open()
         began, self.wait_s = time.monotonic(), 0.0
         with run.lock:
             run.prepare()
@@ -314,13 +308,9 @@ class InProcessReader(Reader):
                 return None
 
     def _assembled(self, made: MadeBatch) -> Any:
-        assembler = self._assemblers.get(made.structure.key)
-        if assembler is None:
-            assembler = self._assemblers[made.structure.key] = Assembler(made.structure)
-            if len(self._assemblers) > STRUCTURES_KEPT:
-                self._assemblers.popitem(last=False)
         move = self._moved if self._device else None
-        return assembler.assemble(made.shapes, wrap_buffer(made.memory), made.offset, made.nbytes, move=move)
+        buffer = wrap_buffer(made.memory)
+        return Assembler(made.structure).assemble(made.shapes, buffer, made.offset, made.nbytes, move=move)
 
     def _moved(self, leaves: list[Any]) -> list[Any]:
         return [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -35,7 +35,6 @@ SOCKETS = "/proc/net/unix"
 """Lists the Unix sockets of this network namespace; names of abstract ones begin with an @."""
 
 _shared_so_far = 0
-_pause = threading.Event()  # never set: a wait on this event is a sleep
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class SharedAppliance:
                     f"{timeout_s:g} s: create the same appliances in the same order on every rank"
                 )
             waiting()
-            _pause.wait(POLL_S)
+            time.sleep(POLL_S)
 
     def leave(self, stop: Callable[[], None]) -> None:
         """End this rank's use. Local rank 0 waits for the others, at most LEAVE_S, then calls `stop`."""

@@ -37,19 +37,11 @@ class Session:
     """Number of the last step before the present epoch, or, unless `epoch_start_known`, before the session."""
     epoch_start_known: bool
     """False in the first epoch after a resume on another topology: it may have begun earlier."""
-    told: set[object] = field(default_factory=set)
-    """What the user was warned of, to warn once."""
     leave_due: bool = False
     """The loop left its epoch, or the loaded state was saved after such an end: the next loop begins the next epoch."""
     holder: int = 0
     beginning: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held while an iterator takes the stream, which may wait for workers."""
-
-    def _once(self, what: object) -> bool:
-        """Return True at the first call with `what`."""
-        first = what not in self.told
-        self.told.add(what)
-        return first
 
     def capabilities(self) -> list[records_pb2.LoaderCapabilities]:
         """Wait until all workers of this box have made their loaders; return for each slot what its loader can do."""
@@ -104,7 +96,7 @@ class Session:
 
     def _log_abandoned(self) -> None:
         # Users of other systems may expect that the next loop continues the abandoned epoch.
-        if self._once("abandoned"):
+        if self.reader.once("abandoned"):
             _log.warning(
                 "%s: the loop left its epoch at step %d, so the next loop begins the next epoch: the rest of this "
                 "epoch is not delivered, and an endless source starts again. To continue with the next batch in each "
@@ -117,7 +109,7 @@ class Session:
     def check_epoch(self, asked: int | None) -> None:
         position, pure = self.reader.position, self._is_pure
         epoch = position.label if pure else position.epoch
-        if asked is not None and asked != epoch and self._once("epoch"):
+        if asked is not None and asked != epoch and self.reader.once("epoch"):
             _log.warning(
                 "%s: set_epoch(%d) has no effect: the loop is in epoch %d, %s",
                 *(self.name, asked, epoch),
@@ -131,7 +123,7 @@ class Session:
         return all(is_pure(view.capabilities) for view in self.run.views if view.HasField("capabilities"))
 
     def _log_too_short(self) -> None:
-        if self._once("length"):
+        if self.reader.once("length"):
             _log.warning(
                 "%s: the loop left its epoch at step %d, after as many batches as len() says, but the epoch has more: "
                 "they are not delivered. Correct the len() of the loader, or iterate it to its end",
@@ -144,7 +136,7 @@ class Session:
         for box, last in self.run.ended_boxes.items():
             # If the other box's epoch ended at the step where this box's epoch began, both are between the same two
             # epochs.
-            if self.epoch_began_at < last < step and self._once((box, last)):
+            if self.epoch_began_at < last < step and self.reader.once((box, last)):
                 warn_user(
                     f"{self.name}: the epoch of box {box} ended at step {last}, but box {self.run.box} continues with "
                     f"step {step}, where a collective of both would hang: pass num_steps, or give all boxes as many "
@@ -153,7 +145,7 @@ class Session:
 
     def tell_apart(self, step: int) -> None:
         other, position = self.run.box_apart, self.reader.position
-        if other is None or "apart" in self.told:
+        if other is None:
             return
         if other.HasField("label"):
             if other.label == position.label or not self._is_pure:  # it is of an earlier epoch, or has no effect
@@ -165,8 +157,8 @@ class Session:
             what += f"continues it with step {step}. End the loops of all boxes after the same step"
         else:
             return
-        self._once("apart")
-        _log.warning("%s: boxes are in different epochs at one step: %s", self.name, what)
+        if self.reader.once("apart"):
+            _log.warning("%s: boxes are in different epochs at one step: %s", self.name, what)
 
     def empty(self) -> EmptyInputError:
         position = self.reader.position

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -60,14 +61,9 @@ class Relay:
         message = None
         if self._ranks.leads:
             assert self._leaders is not None
-            reader = self._ranks.leaders[0]
+            receive, reader = self._leaders.receive, self._ranks.leaders[0]
             with _named(self._ranks):
-                header = torch.empty(2, dtype=torch.int64)
-                self._leaders.receive(header, reader)
-                content = _content(header)
-                if content.numel():
-                    self._leaders.receive(content, reader)
-            message = Kind(int(header[0])), content
+                message = _exchanged(partial(receive, rank=reader), None)
         return self._broadcast(message, self._peers)
 
     def share(self, message: Message | None) -> Message:
@@ -83,13 +79,8 @@ class Relay:
         if group is None:
             assert message is not None
             return message
-        header = torch.empty(2, dtype=torch.int64) if message is None else _header(message)
         with _named(self._ranks):
-            group.broadcast(header)
-            content = _content(header) if message is None else message[1]
-            if content.numel():
-                group.broadcast(content)
-        return Kind(int(header[0])), content
+            return _exchanged(group.broadcast, message)
 
     def sum_over_boxes(self, count: int) -> int:
         """Return the sum of the counts that the readers of all boxes pass, together."""
@@ -150,11 +141,8 @@ class _Sender:
                     self._error = error
 
     def _send(self, message: Message) -> None:
-        header = _header(message)
         for target in self._targets:
-            self._group.send(header, target)
-            if message[1].numel():
-                self._group.send(message[1], target)
+            _exchanged(partial(self._group.send, rank=target), message)
 
 
 @contextmanager
@@ -167,8 +155,15 @@ def _named(ranks: RankGroups) -> Iterator[None]:
         ) from error
 
 
-def _header(message: Message) -> torch.Tensor:
-    return torch.tensor([message[0], message[1].numel()], dtype=torch.int64)
+def _exchanged(move: Callable[[torch.Tensor], None], message: Message | None) -> Message:
+    """Send `message` by calls of `move`, which sends a tensor; None: receive one, by which `move` fills a tensor."""
+    numbers = [-1, 0] if message is None else [message[0], message[1].numel()]
+    header = torch.tensor(numbers, dtype=torch.int64)
+    move(header)
+    content = _content(header) if message is None else message[1]
+    if content.numel():
+        move(content)
+    return Kind(int(header[0])), content
 
 
 def _content(header: torch.Tensor) -> torch.Tensor:

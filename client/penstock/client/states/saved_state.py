@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import xxhash
@@ -61,10 +61,9 @@ class WorkerPart:
     """Hash over the slot's batches in its epoch up to the step; 0 before the first, or if unknown."""
 
     def to_dict(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        defaults = {field.name: field.default for field in fields(self) if field.default is not MISSING}
         # by identity: user code's values may compare in ways of their own
-        return {name: value for name, value in values.items() if name not in defaults or value is not defaults[name]}
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: value for field, value in values if value is not field.default}
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible values: another program may have written the saved state."""
@@ -132,14 +131,9 @@ class SavedState:
         return counts_part(counts, box, num_boxes, 0) if isinstance(counts, Mapping) and "boxes" in counts else {}
 
     def to_dict(self) -> dict[str, Any]:
+        names = ("step", "input_fn", "methods", "num_boxes", "num_workers_per_box", "seed", "full_digest")
         record: dict[str, Any] = {
-            "step": self.step,
-            "input_fn": self.input_fn,
-            "methods": self.methods,
-            "num_boxes": self.num_boxes,
-            "num_workers_per_box": self.num_workers_per_box,
-            "seed": self.seed,
-            "full_digest": self.full_digest,
+            **{name: getattr(self, name) for name in names},
             "wrapped": type(self.aggregated) is not dict,
             "positions": [position.to_proto().SerializeToString(deterministic=True) for position in self.positions],
             "parts": [part.to_dict() for part in self.parts],
@@ -202,16 +196,8 @@ class SavedState:
         return BoxStart(message, blob, bool(slots))
 
     def _resumed(self, part: WorkerPart) -> dict[str, Any]:
-        return {
-            "user": part.user,
-            "restart": part.restart,
-            "digest": part.digest,
-            "next_digest": part.next_digest,
-            "next_epoch": part.next_epoch,
-            "chain": part.chain,
-            "samples": part.samples,
-            "changed": self.is_changed,
-        }
+        names = ("user", "restart", "digest", "next_digest", "next_epoch", "chain", "samples")
+        return {**{name: getattr(part, name) for name in names}, "changed": self.is_changed}
 
     def _records(self, box: int, num_boxes: int, num_workers_per_box: int) -> dict[int, dict[str, Any]]:
         """Return by slot the part that it compares before a resume on this topology, spread over all parts."""

@@ -177,13 +177,7 @@ class DeviceReader(OrderedReader):
     def next(self) -> Any:
         """Return the next batch on the device, or EPOCH_ENDED. The loop's stream, not this thread, waits for the
         copy."""
-        run = self.run
-        run.fence.taken = step = self.position.step + 1
-        if step >= run.fence.step:  # before a batch that was staged is delivered; its lane may be of an old generation
-            self.flush()
-            run.hold(step, self._timeout_s)
-        if self._version != run.version:
-            self._refresh()
+        self._catch_up()
         self._release_copied()
         load = self._staged
         if load is None:

@@ -93,14 +93,8 @@ class OrderedReader(Reader):
     def next(self) -> Any:
         """Wait for the next batch, or EPOCH_ENDED. Raises DeadlineError, and a failed input's error once all batches
         before it were delivered."""
-        position, run = self.position, self.run
-        total = position.total
-        run.fence.taken = step = position.step + 1
-        if step >= run.fence.step:
-            self.flush()
-            run.hold(step, self._timeout_s)
-        if self._version != run.version:
-            self._refresh()
+        self._catch_up()
+        position, total = self.position, self.position.total
         self.wait_s = 0.0
         self._waiting_since = 0.0  # waits that ended with an epoch or an error do not count for this batch
         while True:
@@ -143,6 +137,16 @@ class OrderedReader(Reader):
                 raise
             self._count(lane, digest, counts)
             return batch
+
+    def _catch_up(self) -> None:
+        """Wait at a StepFence, and apply news of the slots, before a batch is taken: its lane may be an old one."""
+        run = self.run
+        run.fence.taken = step = self.position.step + 1
+        if step >= run.fence.step:
+            self.flush()
+            run.hold(step, self._timeout_s)
+        if self._version != run.version:
+            self._refresh()
 
     def _count(self, lane: SlotLane, digest: int, counts: bytes) -> None:
         if self._waiting_since:
@@ -255,10 +259,7 @@ class OrderedReader(Reader):
         if self._version != version:
             self._refresh()
             return
-        if run.error is not None:
-            raise run.error
-        if run.closed:
-            raise PenstockError(f"{self.label}: its Appliance was closed inside the loop: close it after the loop")
+        self._check_open()
         now = time.monotonic()
         if not self._waiting_since:
             self._waiting_since = now
@@ -391,9 +392,9 @@ class OrderedReader(Reader):
                 self._connect(lane, view, now)
         self._tell_of_loaders()
         why = next((view.capabilities.not_used for view in run.views if view.capabilities.not_used), "")
-        if why and self._once("not used"):  # saves and recoveries are slower
+        if why and self.once("not used"):  # saves and recoveries are slower
             _log.warning("%s: %s", self.label, why)
-        if any(view.capabilities.keeps_place for view in run.views) and self._once("keeps place"):
+        if any(view.capabilities.keeps_place for view in run.views) and self.once("keeps place"):
             _log.warning(
                 "%s: the loader has state methods and no set_epoch: each epoch begins with what input_fn left",
                 self.label,

@@ -479,15 +479,6 @@ class ReceiverLoop:
                 for lane in [lane for lane in self._lanes if lane.deadline <= now]:
                     lane.end("a Hello, connection or last ack did not come before the deadline")
 
-    def close(self) -> None:
-        """Release all resources after `run`; only tests need this."""
-        for lane in list(self._lanes):
-            lane.end("the receiver ends")
-        self._listener.close()
-        self._epoll.close()
-        self._parent_watch.close()
-        os.close(self._wake)
-
     def watch(self, lane: ReceiverLane, fd: int, mask: int) -> None:
         """Report events of `fd` to the lane. `mask`: bits of select.epoll; 0: none, not even a hang-up."""
         before = self._watched.get(fd)

@@ -146,7 +146,7 @@ class Reader(ABC):
         self.thread = threading.get_ident()
         """Only this thread takes batches; others may look at them."""
         self.counts = run.progress.counts = DeliveredCounts(run.num_slots)
-        self._told: set[str] = set()
+        self._told: set[object] = set()
         run.progress.waited_by_slot = [0.0] * run.num_slots
 
     @abstractmethod
@@ -199,6 +199,12 @@ class Reader(ABC):
 
     # ---- figures and notices
 
+    def _check_open(self) -> None:
+        if self.run.error is not None:
+            raise self.run.error
+        if self.run.closed:
+            raise PenstockError(f"{self.label}: its Appliance was closed inside the loop: close it after the loop")
+
     def _waited(self, slot: int, worker: str, seconds: float) -> None:
         self.wait_s += seconds
         stats = self.stats
@@ -211,17 +217,18 @@ class Reader(ABC):
         whole input, and what torch's get_worker_info() answers."""
         views = self.run.views
         unsharded = all(view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views)
-        if unsharded and self.run.num_workers > 1 and self._once("unsharded"):
+        if unsharded and self.run.num_workers > 1 and self.once("unsharded"):
             warn_user(
                 f"{self.label}: no worker read its assignment, so every worker streams the whole input. Let input_fn "
                 "read share a.global_worker_id of a.total_num_workers, with a = penstock.worker.current_assignment(), "
                 "or that of torch's get_worker_info()",
             )
         told = next((view.capabilities.worker_info for view in views if view.capabilities.worker_info), None)
-        if told in WORKER_INFO_TEXTS and self._once("worker info"):
+        if told in WORKER_INFO_TEXTS and self.once("worker info"):
             _log.info("%s: %s", self.label, WORKER_INFO_TEXTS[told])
 
-    def _once(self, what: str) -> bool:
+    def once(self, what: object) -> bool:
+        """Return True at the first call with `what`, to tell the user once."""
         first = what not in self._told
         self._told.add(what)
         return first

@@ -21,7 +21,7 @@ STAGES: dict[int, str] = {
 }
 
 
-def _print(line: str) -> None:
+def say(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError, AttributeError):
@@ -31,7 +31,7 @@ def _print(line: str) -> None:
 class WaitNotice:
     """Writer of these lines. Its clock starts when the object is created."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, write: Callable[[str], None] = _print) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, write: Callable[[str], None] = say) -> None:
         self._clock, self._write = clock, write
         self._since = clock()
         self._waited_s: float | None = None
