@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,11 @@ import pytest
 from shard_folder import make_shards, raw_bytes
 from shard_server import ShardServer
 
-from penstock.data import StreamingDataset
 from penstock.data.cache.index_watch import RemoteIndex
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.compressed_files import pack
 from penstock.data.remote.folders import RemoteFolder
-from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
+from penstock.proto.errors import DatasetError, ShardUnavailableError
 
 STRANGER = 12_345
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
@@ -30,9 +28,8 @@ def hold(server: ShardServer, tmp_path: Path) -> Hold:
     """Fetches a shard into the folder "cache"."""
     (shard,) = make_shards(server.folder, 1, 1000)
 
-    def hold(group: int | None = None, limit: int | None = None) -> None:
-        remote = RemoteFolder(server.url, tries=1)
-        cache = ShardCache(remote, tmp_path / "cache", group=group, limit=limit, timeout_s=10)
+    def hold(limit: int | None = None) -> None:
+        cache = ShardCache(RemoteFolder(server.url, tries=1), tmp_path / "cache", limit=limit, timeout_s=10)
         try:
             with cache.hold(shard):
                 pass
@@ -51,7 +48,7 @@ def test_file_in_place_of_a_folder_is_named(hold: Hold, tmp_path: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("path", ["cache", "cache/.penstock", "cache/.penstock/shards"])
-def test_other_users_folder_needs_a_group(hold: Hold, tmp_path: Path, path: str) -> None:
+def test_other_users_folder_is_refused(hold: Hold, tmp_path: Path, path: str) -> None:
     folder = tmp_path / path
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
@@ -60,19 +57,7 @@ def test_other_users_folder_needs_a_group(hold: Hold, tmp_path: Path, path: str)
         match=rf"cache must be safe from other users, but {folder} is owned by user {STRANGER} with mode 755",
     ):
         hold()
-    with pytest.raises(DatasetError, match=r"Give a folder of your own, or cache_group=\.\.\. for one that a group"):
-        hold(STRANGER + 1)
     assert not list(tmp_path.glob("cache/shard*"))
-    hold(STRANGER)
-
-
-@as_root
-def test_group_members_can_write_shared_files(hold: Hold, tmp_path: Path) -> None:
-    hold(STRANGER)
-    folders = [tmp_path / "cache", *(path for path in (tmp_path / "cache" / ".penstock").rglob("*") if path.is_dir())]
-    assert {(path.stat().st_gid, stat.S_IMODE(path.stat().st_mode)) for path in folders} == {(STRANGER, 0o2775)}
-    for path in (tmp_path / "cache" / ".penstock" / "shards").iterdir():
-        assert (path.stat().st_gid, stat.S_IMODE(path.stat().st_mode)) == (STRANGER, 0o664)
 
 
 @pytest.mark.parametrize("name", [".penstock", ".penstock/shards", ".penstock/fetching"])
@@ -110,7 +95,7 @@ STATE_FILES = ["index.json", "remote", "eviction", "shards/other", "fetching/oth
 def test_strange_state_files_are_not_awaited(
     hold: Hold, server: ShardServer, tmp_path: Path, name: str, kind: str
 ) -> None:
-    """A member of the group can put them there. Each is passed over, or named in an error."""
+    """Another user may have put them there. Each is passed over, or named in an error."""
     path = tmp_path / "cache" / ".penstock" / name
     path.parent.mkdir(parents=True)
     match kind:
@@ -148,9 +133,9 @@ def test_links_below_a_cache_are_not_followed(server: ShardServer, tmp_path: Pat
     assert len([*victim.iterdir()]) == 1
 
 
-@pytest.mark.parametrize("name", ["shards", "fetching", "prefetched", "readers", ""])
+@pytest.mark.parametrize("name", ["shards", "fetching", "prefetched", ""])
 def test_state_folder_swapped_for_a_link(server: ShardServer, tmp_path: Path, name: str) -> None:
-    """A member of the group can do that at any time, and has its own idea of where our files lie."""
+    """Another user may be able to do that, and has its own idea of where our files lie."""
     shards = make_shards(server.folder, 3, 1000)
     victim = tmp_path / "victim"
     for folder in ("", "shards", "fetching"):
@@ -202,8 +187,3 @@ def test_packed_link_of_another_user_is_dropped(server: ShardServer, tmp_path: P
     with cache.hold(shard) as held:
         assert held.paths[0].read_bytes() == raw_bytes(0, 1000)
     cache.close()
-
-
-def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="cache_group must be a group of this machine, got 'no-such'"):
-        StreamingDataset(tmp_path, tmp_path / "cache", cache_group="no-such")

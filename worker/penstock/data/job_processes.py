@@ -15,6 +15,7 @@ import json
 import os
 import struct
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -40,7 +41,7 @@ def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> 
     """Let `count` processes of the module `program`, which calls `serve_jobs`, do jobs; yield each job's report. If one
     fails, let the others finish the jobs that they have begun, then raise the error of the first that failed."""
     with contextlib.ExitStack() as stack:
-        plan_file, jobs_file = (memory_file(stack, text) for text in (plan, b"".join(map(JOB.pack, jobs))))
+        plan_file, jobs_file = (shared_file(stack, text) for text in (plan, b"".join(map(JOB.pack, jobs))))
         children: dict[LinePipe, Spawned] = {}
         for _ in range(count):
             pipe = LinePipe()
@@ -104,20 +105,13 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """Return the file descriptor of a file in memory, which `stack` closes. Processes that inherit it share its
-    position, so each record is read by one of them."""
-    made = os.memfd_create("penstock-jobs", os.MFD_CLOEXEC)
-    try:
-        with open(made, "wb", closefd=False) as file:
-            file.write(content)
-        # Open the file anew, because the kernel locks the shared position during a read only for files that open()
-        # opened. Through the descriptor from memfd_create, two processes may read the same record.
-        fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
-    finally:
-        os.close(made)
-    stack.callback(os.close, fd)
-    return fd
+def shared_file(stack: contextlib.ExitStack, content: bytes) -> int:
+    """Return the descriptor of a file, which `stack` closes. Processes that inherit it share its position, so each
+    record is read by one of them: the kernel locks the position during a read, for a file on a disk."""
+    file = stack.enter_context(tempfile.TemporaryFile())
+    file.write(content)
+    file.seek(0)
+    return file.fileno()
 
 
 def _error_of(said: Mapping[str, Any]) -> PenstockError:

@@ -22,7 +22,7 @@ from penstock.data.cache.dataset_versions import Version, check_version, open_ve
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards, PartTables
-from penstock.data.cache.prefetch import FetchStats, host_process_id
+from penstock.data.cache.prefetch import FetchStats
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.file_ranges import part_shard
@@ -43,7 +43,6 @@ from penstock.data.stop_iteration import stop_iteration_error
 from penstock.data.streams import (
     Stream,
     check_weights,
-    group_id,
     prepared_folder,
     remote_of,
     samples_of_epoch,
@@ -79,11 +78,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         streams: Sequence[Stream] = (),
         cache_limit: int | str | None = None,
         validate_hash: str | Literal[False] | None = None,
-        keep_zip: bool = False,
         timeout_s: float = 600.0,
         download_threads: int = 4,
-        prefetch_bytes: int | str | None = None,
-        cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
         images: Literal["pil", "array"] = "pil",
         clips: Mapping[str, VideoClip | AudioClip] | None = None,
@@ -100,14 +96,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             validate_hash: None: verify fetched files, and unverified files in the cache, by the index's fastest hash,
                 if any. Name of an algorithm, such as "sha1", that the index must have: verify by it, also shards read
                 in place. False: verify nothing.
-            keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
             download_threads: most shards that a stream prefetches at a time, besides one that is needed at once.
-            prefetch_bytes: most bytes, or a text such as "4gb", of shards fetched before their samples are needed, by
-                all streams; the boxes of a host that use the same cache folder share it evenly. What the present batch
-                needs is fetched in any case. None: only cache_limit and the loader's `prefetch_seconds` limit it.
-            cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
-                user made are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
                 only for data that you trust.
             images: "pil": Pillow's images, decoded when first used. "array": numpy arrays of shape (height, width,
@@ -139,7 +129,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self.streams = tuple(with_plain_values(number, stream) for number, stream in enumerate(given))
         check_weights(self.streams)
         limit = byte_count("cache_limit", cache_limit)
-        self.prefetch_bytes = byte_count("prefetch_bytes", prefetch_bytes)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
         remotes = [remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
@@ -164,10 +153,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             {
                 "limit": None if limit is None else max(1, limit // len(remotes)),
                 "validate": validate_hash if stream.validate_hash is None else stream.validate_hash,
-                "keep_packed": keep_zip if stream.keep_zip is None else stream.keep_zip,
                 "timeout_s": timeout_s if stream.timeout_s is None else stream.timeout_s,
                 "threads": download_threads,
-                "group": group_id(cache_group),
             }
             for stream in self.streams
         ]
@@ -355,13 +342,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             error.add_note(f"raised by {what}")
             raise
 
-    def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
-        """Prefetch the files of these units (see `units_of`) in this order, up to `prefetch_bytes`, in place of the
-        previous list. Return how many units it reaches. `needed`: first units that are fetched in any case; `group`:
-        shared by processes that need the same."""
-        count = self._admitted(units, needed, group or host_process_id())
+    def fetch_ahead(self, units: Ints) -> None:
+        """Prefetch the files of these units (see `units_of`) in this order, in place of the previous list."""
         wanted: list[list[Shard]] = [[] for _ in self._caches]
-        self._ahead = dict.fromkeys(self._opened_for(units[:count]))
+        self._ahead = dict.fromkeys(self._opened_for(units))
         for number in self._ahead:
             stream, shard, part = self._file(number)
             wanted[stream].append(shard if part is None else part_shard(shard, part))
@@ -369,23 +353,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             cache.fetch_ahead(ahead)
         if self._to_decode and (ready := self._decodable()):
             self._decoder.want(ready, more=True)
-        return count
-
-    def _admitted(self, units: Ints, needed: int, group: str) -> int:
-        """Return how many units fit into this group's share of `prefetch_bytes`, open files and `needed` apart."""
-        if self.prefetch_bytes is None:
-            return len(units)
-        free = self.prefetch_bytes // max(cache.reading_groups(group) for cache in self._caches)
-        seen = set(self._opened_for(units[:needed]))
-        for count in range(needed, len(units)):
-            for number in self._opened_for(units[count : count + 1]):
-                if number not in seen and self._open.peek(number) is None:
-                    seen.add(number)
-                    _, shard, part = self._file(number)
-                    free -= shard.size if part is None else shard.ranges[2 * part + 1] - shard.ranges[2 * part]
-            if free < 0:
-                return count
-        return len(units)
 
     def _opened_for(self, units: Ints) -> list[int]:
         """Return each unit's opened piece (a file, or a part fetched alone)."""

@@ -5,7 +5,6 @@
     FOLDER/.penstock/eviction           lock of the process that counts bytes and evicts
     FOLDER/.penstock/shards/KEY         lock shared by readers of the shard; text: ShardVersion; mtime: last use
     FOLDER/.penstock/prefetched/KEY     lock shared by the processes that prefetch the shard, until they read it
-    FOLDER/.penstock/readers/NAME       lock of a process that prefetches within a budget of bytes
     FOLDER/.penstock/fetching/KEY       lock of the process that fetches the shard
     FOLDER/.penstock/fetching/KEY!...   temporary files of that process
 
@@ -38,18 +37,15 @@ LONGEST_PAUSE_S = 0.02
 class CacheState:
     """Locks and records of one cache, as one process uses them, by the keys of shards (`key_of`)."""
 
-    def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
-        """Do not touch the folder. `remote` None: it is the dataset itself; `timeout_s`: named in errors; `group`: Unix
-        group whose members share it, None: this user alone."""
+    def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float) -> None:
+        """Do not touch the folder. `remote` None: it is the dataset itself; `timeout_s`: named in errors."""
         self.root = str(folder)
-        self._group = group
         self._remote = remote
         self._timeout_s = timeout_s
         self._remote_path = f"{STATE}/remote"
         self.eviction = f"{STATE}/eviction"
         self.shards = f"{STATE}/shards"
         self.prefetched = f"{STATE}/prefetched"
-        self.readers = f"{STATE}/readers"
         self.fetching_folder = f"{STATE}/fetching"
         self.closing = threading.Event()
         """Set when the cache closes. Every wait for a lock then raises ShardUnavailableError."""
@@ -63,7 +59,7 @@ class CacheState:
         try:
             self._make_folders()
             self._check_remote()
-            for state in (self.fetching_folder, self.prefetched, self.readers):
+            for state in (self.fetching_folder, self.prefetched):
                 self._sweep(state)
         except OSError as error:
             raise ShardUnavailableError(
@@ -72,56 +68,35 @@ class CacheState:
         self._prepared = True
 
     def _make_folders(self) -> None:
-        """Make the folders. Refuse (DatasetError) links, files, and folders of other users, except root and the cache's
-        group: they could put links or false records there, and this process would read wrong files."""
+        """Make the folders. Refuse (DatasetError) links, files, and folders of other users, except root: they could put
+        links or false records there, and this process would read wrong files."""
         refuse_strange_links(Path(self.root))
-        made = False
-        with contextlib.suppress(FileExistsError):
-            os.makedirs(self.root)
-            made = True
-        root = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if made:
-                self._share(root)
-            # The cache's folder itself may be writable by others, as folders often are in a pod, which has only one
-            # user.
-            found = os.fstat(root)
-            if found.st_uid not in (0, os.getuid()) and found.st_gid != self._group:
-                raise self._foreign(self.root, found)
-        finally:
-            os.close(root)
-        for state in (STATE, self.shards, self.prefetched, self.readers, self.fetching_folder):
+        os.makedirs(self.root, exist_ok=True)
+        # The cache's folder itself may be writable by others, as folders often are in a pod, which has only one user.
+        found = os.stat(self.root)
+        if found.st_uid not in (0, os.getuid()):
+            raise self._foreign(self.root, found)
+        for state in (STATE, self.shards, self.prefetched, self.fetching_folder):
             self._make_folder(state)
 
     def _make_folder(self, state: str) -> None:
-        made = False
         path = os.path.join(self.root, state)
         with parent_of(self.root, state) as (above, name):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o755, dir_fd=above)
-                made = True
             found = os.stat(name, dir_fd=above, follow_symlinks=False)
             if not stat.S_ISDIR(found.st_mode):
                 raise self._foreign(path, found)
             folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
         try:
-            if made:
-                self._share(folder)
             found = os.fstat(folder)
-            if is_ours(found, self._group):
+            if is_ours(found):
                 return
             if found.st_uid != os.getuid():
                 raise self._foreign(path, found)
             os.fchmod(folder, 0o755)  # the folder was made under a permissive umask, or on a filesystem without modes
         finally:
             os.close(folder)
-
-    def _share(self, folder: int) -> None:
-        if self._group is None:
-            return
-        with contextlib.suppress(PermissionError):  # the folder belongs to another member of the group
-            os.fchown(folder, -1, self._group)
-            os.fchmod(folder, 0o2775)
 
     def _foreign(self, path: str, found: os.stat_result) -> DatasetError:
         what = f"owned by user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so that others can write to it"
@@ -130,8 +105,7 @@ class CacheState:
         elif not stat.S_ISDIR(found.st_mode):
             return DatasetError(f"{path} must be a folder, got a file. Remove it, or give another cache folder")
         return DatasetError(
-            f"the cache folder {self.root} must be safe from other users, but {path} is {what}. Give a folder of your "
-            "own, or cache_group=... for one that a group shares"
+            f"the cache folder {self.root} must be safe from other users, but {path} is {what}. Give one of your own"
         )
 
     def _check_remote(self) -> None:
@@ -215,8 +189,6 @@ class CacheState:
                     "Make space, or give a local folder that you can write to"
                 ) from error
             if lock:
-                if self._group is not None:
-                    lock.share(self._group)
                 return lock
             if busy:
                 busy()

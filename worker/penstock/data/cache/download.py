@@ -75,13 +75,11 @@ class Downloads:
         index: str,
         *,
         validate: str | Literal[False] | None,
-        keep_packed: bool,
     ) -> None:
-        """`remote` None: `folder` is the dataset itself. `validate`, `keep_packed`: as in ShardCache."""
+        """`remote` None: `folder` is the dataset itself. `validate`: as in ShardCache."""
         self._remote = remote
         self._folder = folder
         self._validate = validate
-        self._keep_packed = keep_packed
         self._index = RemoteIndex(remote, folder, f"{STATE}/{index}") if remote and not remote.local else None
 
     def before_index_fetch(self) -> None:
@@ -110,7 +108,7 @@ class Downloads:
     def forget(self, version: ShardVersion) -> None:
         """Remove the fetched files of an outdated record: the remote has other data under these names now."""
         if self._remote is not None:
-            for name, _ in (*version.evictable, *version.packed):
+            for name, _ in version.removable:
                 self._unlink(name)
 
     def need(self, shard: Shard, *, from_remote: bool) -> ShardVersion:
@@ -118,7 +116,6 @@ class Downloads:
         on disk. `from_remote`: the cache fetched the files that are there already, and not the user."""
         return ShardVersion(
             evictable=tuple((file.raw.name, file.raw.size) for file in shard.files),
-            packed=tuple((file.packed.name, file.packed.size) for file in shard.files if file.packed),
             size=sum(self._need(file) for file in shard.files),
             found=tuple(
                 (stored.name, stored.size)
@@ -133,7 +130,7 @@ class Downloads:
             return 0
         if file.packed is None or self._exists(self._in_place(file.packed), file.packed):
             return file.raw.size
-        if self._exists(self._own(file.raw), file.raw) and not self._keep_packed:
+        if self._exists(self._own(file.raw), file.raw):
             return file.raw.size
         return file.raw.size + file.packed.size
 
@@ -142,7 +139,6 @@ class Downloads:
         `until`: monotonic; `temporary`: path of a temporary file by "packed" or "raw"; `from_remote`: as in `need`."""
         made_of = self.origin(shard)
         raw: list[tuple[str, int, int]] = []
-        packed: list[tuple[str, int]] = []
         evictable: list[tuple[str, int]] = []
         found: list[tuple[str, int]] = []
         for number, file in enumerate(shard.files):
@@ -158,11 +154,8 @@ class Downloads:
             if was_there and not from_remote:
                 source = file.packed or file.raw
                 found.append((source.name, source.size))
-            if file.packed and self._exists(self._own(file.packed), file.packed):
-                packed.append((file.packed.name, file.packed.size))
-        size = sum(size for _, size in evictable) + sum(size for _, size in packed)
-        verified_by = self._verified_by(shard)
-        return ShardVersion(tuple(raw), tuple(packed), tuple(evictable), size, verified_by, tuple(found), made_of)
+        size, verified_by = sum(size for _, size in evictable), self._verified_by(shard)
+        return ShardVersion(tuple(raw), tuple(evictable), size, verified_by, tuple(found), made_of)
 
     def _unlink(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -203,9 +196,10 @@ class Downloads:
                     if self._is_only_copy(path, file.packed):
                         raise
                     self._unlink(file.packed.name)
-                else:
-                    self._remove_packed(path, file.packed)
-                    return own, path == self._own(file.packed)
+                    continue
+                if not self._is_only_copy(path, file.packed):
+                    self._unlink(file.packed.name)
+                return own, path == self._own(file.packed)
         self._fetch_packed(shard, file, temporary, until)
         return own, False
 
@@ -258,16 +252,13 @@ class Downloads:
 
     def _fetch_packed(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> None:
         assert file.packed is not None
-        packed, got = file.packed, temporary("packed")
+        got = temporary("packed")
 
         def inflate(source: str) -> None:
             self._inflate(shard, file, got, temporary("raw"))
-            if self._keep_packed:
-                give_name(got, self._folder, packed.name)
-            else:
-                got.unlink()
+            got.unlink()
 
-        self._download(packed, got, until, inflate)
+        self._download(file.packed, got, until, inflate)
 
     def _download(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
         """Download a file, then call `use` (with the address, for errors), which verifies and renames or decompresses
@@ -314,7 +305,3 @@ class Downloads:
             )
         self._verify(raw, file.raw, f"{source} inflated")
         put(raw, temporary, self._folder, file.raw.name, source)
-
-    def _remove_packed(self, path: Path, packed: StoredFile) -> None:
-        if not self._keep_packed and not self._is_only_copy(path, packed):
-            self._unlink(packed.name)

@@ -9,10 +9,9 @@ only if the bound leaves too little space:
 - Each process counts at its first claim, because the bound may be out of date after a power failure.
 - In a large cache an eviction frees more than is needed, so that the next claims need no count.
 
-The least recently used shard goes first, and raw files whose packed form is in the cache before files that would have
-to be fetched. A shard is kept while a process holds its lock, or if the user put files of it there that the remote
-lacks; a prefetch also spares shards that were prefetched and not used yet. With or without a limit, shards are evicted
-when the disk or the user's quota is full.
+The least recently used shard goes first. A shard is kept while a process holds its lock, or if the user put files of it
+there that the remote lacks; a prefetch also spares shards that were prefetched and not used yet. With or without a
+limit, shards are evicted when the disk or the user's quota is full.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import contextlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.data.cache.cache_state import CacheState
@@ -76,10 +74,8 @@ class Eviction:
         """Evict shards from a full disk until `size` bytes are freed or none is left; return the freed bytes. The
         caller holds the eviction lock. `demand`: as in `claim`."""
         self._read()
-        missing = size
-        for whole in (False, True):
-            missing = self._shrink(missing, whole=whole, sparing=True)
-        return size - (self._shrink(missing, whole=True, sparing=False) if demand else missing)
+        missing = self._shrink(size, sparing=True)
+        return size - (self._shrink(missing, sparing=False) if demand else missing)
 
     def _excess_after_eviction(self, key: str, size: int, *, demand: bool) -> int:
         """Evict shards but `key` until `size` more bytes fit. Return the bytes that exceed the limit, or <= 0."""
@@ -89,11 +85,9 @@ class Eviction:
         excess = sum(entry.version.size for entry in self._entries.values()) + size - self._limit
         if excess > 0 and len(self._entries) >= LARGE_CACHE:
             surplus = int(self._limit * SURPLUS)
-            excess = self._shrink(excess + surplus, whole=False, sparing=True)
-            excess = self._shrink(excess, whole=True, sparing=True) - surplus
-        for whole in (False, True):
-            excess = self._shrink(excess, whole=whole, sparing=True)
-        return self._shrink(excess, whole=True, sparing=False) if demand else excess
+            excess = self._shrink(excess + surplus, sparing=True) - surplus
+        excess = self._shrink(excess, sparing=True)
+        return self._shrink(excess, sparing=False) if demand else excess
 
     def _read(self) -> None:
         known, self._entries = self._entries, {}
@@ -109,22 +103,20 @@ class Eviction:
                         entry = _Entry(time_ns, version)
                     self._entries[file.name] = entry
 
-    def _shrink(self, excess: int, *, whole: bool, sparing: bool) -> int:
-        """Evict shards until `excess` bytes are freed or none is left; return what remains of `excess`. `whole`: False:
-        only raw files whose packed form stays; `sparing`: keep shards that any process prefetched and has not used."""
+    def _shrink(self, excess: int, *, sparing: bool) -> int:
+        """Evict shards until `excess` bytes are freed or none is left; return what remains of `excess`. `sparing`: keep
+        shards that any process prefetched and has not used."""
         if excess <= 0:
             return excess
         for key, entry in sorted(self._entries.items(), key=lambda item: item[1].time_ns):
-            version = entry.version
-            if key in self._unevictable or not version.size or (not whole and not (version.packed and version.raw)):
+            if key in self._unevictable or not entry.version.size:
                 continue
-            freed = self._evict(key, whole=whole, sparing=sparing)
-            excess -= freed
+            excess -= self._evict(key, sparing=sparing)
             if excess <= 0:
                 break
         return excess
 
-    def _evict(self, key: str, *, whole: bool, sparing: bool) -> int:
+    def _evict(self, key: str, *, sparing: bool) -> int:
         if sparing:
             try:
                 mark = take(self._state.root, f"{self._state.prefetched}/{key}", shared=False, create=False)
@@ -148,26 +140,13 @@ class Eviction:
             if not all(self._fetchable(name, size) for name, size in version.found):
                 self._unevictable.add(key)
                 return 0
-            entry = self._entries[key]
             # Files are removed before the version: if a process is killed in between, the version does not match and is
             # ignored.
-            for path, _ in version.evictable:
-                self._remove(path)
-            if not whole:
-                kept = replace(version, raw=(), evictable=(), size=sum(size for _, size in version.packed))
-                lock.write(kept.encoded())
-                # The age stays, but the time must differ by 1 ns: other processes have read the version of the old
-                # time.
-                time_ns = entry.time_ns + 1
-                lock.touch(time_ns)
-                self._entries[key] = _Entry(time_ns, kept)
-                return entry.version.size - kept.size
-            for path, _ in version.packed:
+            for path, _ in version.removable:
                 self._remove(path)
             self._state.remove_temporary(f"{self._state.fetching_folder}/{key}")
             lock.remove()
-            del self._entries[key]
-            return entry.version.size
+            return self._entries.pop(key).version.size
         except OSError:  # a link in the path, or another user's file: the shard stays
             self._unevictable.add(key)
             return 0
@@ -186,16 +165,6 @@ def _encoded_bound(bound: int) -> bytes:
 def _decoded_bound(text: bytes) -> int | None:
     found = _BOUND_TEXT.fullmatch(text)
     return int(found[1]) if found else None
-
-
-def disk_bytes(folder: str) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_blocks * disk.f_frsize
-
-
-def free_bytes(folder: str) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
 
 
 def same_disk(one: str, other: str) -> bool:

@@ -7,7 +7,6 @@ unlocked it, the parent would lose its lock. So the child only closes its copies
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import threading
@@ -17,6 +16,7 @@ import weakref
 from penstock.data.formats.descriptors import Descriptor
 from penstock.runtime.files.inner_paths import parent_of, unlink_below
 
+LONGEST_PAUSE_S = 0.1
 LONGEST_TEXT = 1 << 20
 """Most bytes that are read from a lock file."""
 
@@ -55,19 +55,12 @@ class FileLock:
         os.ftruncate(descriptor.fileno(), len(text))
         self.touch()
 
-    def touch(self, time_ns: int | None = None) -> None:
-        """Set the modification time; None: now. The kernel's own file times are coarse: two writes may get the same."""
-        now = time.time_ns() if time_ns is None else time_ns
+    def touch(self) -> None:
+        """Set the modification time to now. The kernel's own file times are coarse: two writes may get the same."""
+        now = time.time_ns()
         number = self._held().fileno()
         if number >= 0:  # garbage collection of the lock's owner may have closed the file before
             os.utime(number, ns=(now, now))
-
-    def share(self, group: int) -> None:
-        """Let a Unix group write the lock file, unless it belongs to another user."""
-        number = self._held().fileno()
-        with contextlib.suppress(PermissionError):  # the file belongs to another member of the group
-            os.fchown(number, -1, group)
-            os.fchmod(number, 0o664)
 
     def remove(self) -> None:
         """Remove the file, but keep the lock until `release`. Only the holder of an exclusive lock may call this."""
@@ -103,3 +96,12 @@ def take(root: str, name: str, *, shared: bool, create: bool = True) -> FileLock
             return None
         if os.fstat(descriptor.fileno()).st_nlink:
             return FileLock(root, name, descriptor)
+
+
+def take_within(root: str, name: str, timeout_s: float) -> FileLock | None:
+    """Acquire the lock as `take` does, alone. Return None if another has held it for `timeout_s` seconds."""
+    until, pause = time.monotonic() + timeout_s, 0.001
+    while (lock := take(root, name, shared=False)) is None and time.monotonic() < until:
+        time.sleep(pause)
+        pause = min(LONGEST_PAUSE_S, 2 * pause)
+    return lock

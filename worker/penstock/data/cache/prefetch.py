@@ -3,16 +3,11 @@
 Each prefetched shard has a *mark* until it is used, a lock of the prefetching process: only a reader that waits for
 space may evict it, not another prefetch. A failed prefetch raises no error: the reader fetches the shard again, and
 gets it then.
-
-The boxes of a host share a budget of bytes evenly. They are counted by the locked files whose names begin with a box,
-one for each process that prefetches; the kernel releases those of killed processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import threading
 import time
 from collections import deque
@@ -27,7 +22,7 @@ from penstock.proto.errors import PenstockError
 EVICTION_PAUSE_S = 0.25
 """Seconds between attempts while the cache is full: other processes do not report when they release a shard."""
 MARK_S = 10.0
-"""Seconds to wait for the lock of a mark or a process, which another may hold for a moment to remove its file."""
+"""Seconds to wait for the lock of a mark, which another process may hold for a moment to remove its file."""
 
 
 @dataclass(frozen=True)
@@ -50,61 +45,6 @@ class FetchStats:
         return FetchStats(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
-def host_process_id(process: int | None = None) -> str:
-    """Return a process's identifier on this host, also if containers, which each count from 1, share a cache."""
-    return f"{os.stat('/proc/self/ns/pid').st_ino}-{process or os.getpid()}"
-
-
-class HostReaders:
-    """Registration of this process among those of the host that prefetch into one folder within a budget. A group are
-    processes that need the same shards, such as the workers of one box. A forked child must make its own."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, state: CacheState) -> None:
-        self._state = state
-        self._lock = threading.RLock()  # reentrant: garbage collection of a dataset closes this
-        self._own: FileLock | None = None
-        """Shows other processes that this one prefetches."""
-
-    def groups(self, group: str) -> int:
-        """Register this process in a group; return the number of groups with a living process. Return 1 if the folder
-        cannot be used: the next fetch raises the error."""
-        with self._lock, contextlib.suppress(PenstockError, OSError):
-            self._state.prepare()
-            if self._own is None or not os.path.basename(self._own.name).startswith(f"{group}."):
-                self._leave()
-                name = f"{self._state.readers}/{group}.{os.getpid()}.{next(self._numbers)}"
-                self._own = self._state.wait(name, time.monotonic() + MARK_S, "", shared=False)
-            living = {group}
-            for name in os.listdir(os.path.join(self._state.root, self._state.readers)):
-                other = name.partition(".")[0]
-                if other not in living and self._lives(name):
-                    living.add(other)
-            return len(living)
-        return 1
-
-    def close(self) -> None:
-        with self._lock:
-            self._leave()
-
-    def _leave(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
-            with contextlib.suppress(OSError):  # the folder was removed
-                own.remove()
-            own.release()
-
-    def _lives(self, name: str) -> bool:
-        try:
-            left = take(self._state.root, f"{self._state.readers}/{name}", shared=True, create=False)
-        except OSError:  # removed just now
-            return False
-        if left is not None:
-            _drop(left)
-        return left is None
-
-
 class Prefetcher:
     """Threads of one process that prefetch shards. They start with the first list."""
 
@@ -114,7 +54,6 @@ class Prefetcher:
         """`fetch(shard, key, decided)` returns False if there is no space. It calls `decided` once it has claimed space
         or must wait for another process; only then does another thread begin, so shards get space in order."""
         self._state = state
-        self.readers = HostReaders(state)
         self._threads = threads
         self._fetch_shard = fetch
         self._changed = threading.Condition()
@@ -178,7 +117,6 @@ class Prefetcher:
                 worker.join(max(0.0, until - time.monotonic()))
         for lock in there.values():
             _drop(lock)
-        self.readers.close()
 
     def _work(self) -> None:
         while True:

@@ -16,8 +16,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import disk_usage
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -26,7 +27,7 @@ import numpy.typing as npt
 
 from penstock.data.cache.cache_state import LONGEST_PAUSE_S, CacheState
 from penstock.data.cache.download import Downloads, give_name
-from penstock.data.cache.eviction import Eviction, disk_bytes, free_bytes, same_disk
+from penstock.data.cache.eviction import Eviction, same_disk
 from penstock.data.cache.file_hashes import HASHES
 from penstock.data.cache.file_locks import FileLock
 from penstock.data.cache.index_watch import check_index, is_index_of
@@ -85,13 +86,13 @@ class HeldShard:
         self.release()
 
 
+@dataclass
 class _InUse:
     """Lock and paths of a shard that this process uses, for `count` HeldShards."""
 
-    def __init__(self, lock: FileLock, paths: tuple[Path, ...]) -> None:
-        self.lock = lock
-        self.paths = paths
-        self.count = 0
+    lock: FileLock
+    paths: tuple[Path, ...]
+    count: int = 0
 
 
 class ShardCache:
@@ -104,11 +105,9 @@ class ShardCache:
         *,
         limit: int | None = None,
         validate: str | Literal[False] | None = None,
-        keep_packed: bool = False,
         timeout_s: float = 600.0,
         threads: int = 4,
         on_pressure: Callable[[], object] | None = None,
-        group: int | None = None,
         index: str = INDEX,
     ) -> None:
         """Store the settings, without touching the folder.
@@ -119,11 +118,9 @@ class ShardCache:
             validate: None: verify files that no process has verified yet, if the index has hashes of them. A hash
                 algorithm that the index must have: verify all files by it, also those used in place. False: verify
                 nothing.
-            keep_packed: True to keep packed files beside the raw ones, which are then evicted first.
             timeout_s: seconds until a call of `hold`, `index` or `newest_notes` gives up.
             on_pressure: called when a shard would exceed the limit, or the disk is full. It should release shards that
                 are not needed now.
-            group: Unix group whose members share the folder; None: this user alone.
         """
         if validate and validate not in HASHES:
             raise InvalidArgumentError(f"validate_hash must be one of {', '.join(sorted(HASHES))}, got {validate!r}")
@@ -140,13 +137,11 @@ class ShardCache:
         """Caches of the other streams. Those on the same disk evict shards, too, when it is full."""
         self._limit = limit if remote else None
         self._validate = validate
-        self._keep_packed = keep_packed
         self.timeout_s = timeout_s
         self._threads = threads
-        self.group = group
         self._index_name = index
         self._root = str(self.folder)
-        self._downloads = Downloads(remote, self.folder, index, validate=self._validate, keep_packed=keep_packed)
+        self._downloads = Downloads(remote, self.folder, index, validate=self._validate)
         in_place = self.folder if remote is None else remote.local
         self._in_place = str(in_place) if in_place else ""
         """Folder whose files are read where they lie, without a copy in the cache; "" for none."""
@@ -156,7 +151,7 @@ class ShardCache:
     def _reset(self) -> None:
         self._lock = threading.RLock()  # reentrant, as a RemoteFolder's
         self._held: dict[str, _InUse] = {}
-        self._state = CacheState(self.folder, self.remote, self.timeout_s, self.group)
+        self._state = CacheState(self.folder, self.remote, self.timeout_s)
         self._prefetcher = Prefetcher(self._state, self._threads, self._prefetch_one)
         self._warned = False
         self._told_full = False
@@ -170,10 +165,8 @@ class ShardCache:
             "folder": self.folder,
             "limit": self._limit,
             "validate": self._validate,
-            "keep_packed": self._keep_packed,
             "timeout_s": self.timeout_s,
             "threads": self._threads,
-            "group": self.group,
             "index": self._index_name,
         }
 
@@ -380,7 +373,7 @@ class ShardCache:
                 return work()
             except (OSError, PenstockError) as error:
                 if is_full(error) and tries < FULL_TRIES:
-                    free = free_bytes(self._root) if is_full(error, DISK) else 0  # a quota may not show in it
+                    free = disk_usage(self._root).free if is_full(error, DISK) else 0  # a quota may not show in it
                     if free >= shard.size + FREE_MORE or self._could_evict(shard.size, until, demand=demand):
                         tries += 1
                         continue
@@ -393,7 +386,7 @@ class ShardCache:
                 raise
 
     def _could_evict(self, size: int, until: float, *, demand: bool) -> bool:
-        if disk_bytes(self._root) < size:  # eviction does not help
+        if disk_usage(self._root).total < size:  # eviction does not help
             return False
         yield_until = min(until, time.monotonic() + FULL_WAIT_S)
         while not self._free(size, until, demand=demand):
@@ -437,10 +430,10 @@ class ShardCache:
         return 0
 
     def _disk_has(self, size: int, until: float, *, demand: bool) -> bool:
-        return free_bytes(self._root) >= size or (
-            disk_bytes(self._root) >= size
+        return disk_usage(self._root).free >= size or (
+            disk_usage(self._root).total >= size
             and self._free(size, until, demand=demand) > 0
-            and free_bytes(self._root) >= size
+            and disk_usage(self._root).free >= size
         )
 
     def _claim(self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool) -> bool:
@@ -510,10 +503,6 @@ class ShardCache:
         self._prefetcher.want(
             [(key_of(shard.name), shard) for shard in shards if not self._found_in_place(shard)], held
         )
-
-    def reading_groups(self, group: str) -> int:
-        """Register this process in a group; return the number of groups, see `HostReaders.groups`."""
-        return 1 if self.in_place else self._prefetcher.readers.groups(group)
 
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         until = time.monotonic() + self.timeout_s

@@ -5,11 +5,12 @@ does not verify them again. While the shard is fetched, a version without files 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
+
+import msgspec
 
 from penstock.data.formats.shards import Shard
 
@@ -49,9 +50,7 @@ class ShardVersion:
     """Record of one shard's complete files. Paths are relative to the cache's folder, or absolute if read in place."""
 
     raw: tuple[tuple[str, int, int], ...] = ()
-    """(path, bytes, modification time in ns) of each raw file; empty while being fetched, or once evicted."""
-    packed: tuple[tuple[str, int], ...] = ()
-    """(path, bytes) of each packed file that the cache keeps."""
+    """(path, bytes, modification time in ns) of each raw file; empty while being fetched."""
     evictable: tuple[tuple[str, int], ...] = ()
     """(path, bytes) of each raw file that may be evicted."""
     size: int = 0
@@ -63,29 +62,27 @@ class ShardVersion:
     shard is evicted only if the remote has these files, too."""
     origin: str = ""
     """See `origin_of`; empty while the shard is being fetched."""
+    packed: tuple[tuple[str, int], ...] = ()
+    """(path, bytes) of each packed file that an earlier release kept."""
+
+    @property
+    def removable(self) -> tuple[tuple[str, int], ...]:
+        return (*self.evictable, *self.packed)
 
     def encoded(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode() + b"\n"
+        return msgspec.json.encode(self) + b"\n"
 
     @staticmethod
     def decoded(text: bytes) -> ShardVersion | None:
         """Return the record in a text; None for other text, a half-written record, and paths out of the folder."""
         try:
-            values = json.loads(text.partition(b"\n")[0])  # further lines are the rest of an older, longer text
-            version = ShardVersion(
-                raw=tuple((str(path), int(size), int(time)) for path, size, time in values["raw"]),
-                packed=tuple((str(path), int(size)) for path, size in values["packed"]),
-                evictable=tuple((str(path), int(size)) for path, size in values["evictable"]),
-                size=int(values["size"]),
-                hash=str(values["hash"]),
-                found=tuple((str(name), int(size)) for name, size in values["found"]),
-                origin=str(values["origin"]),
-            )
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            # further lines are the rest of an older, longer text
+            version = msgspec.json.decode(text.partition(b"\n")[0], type=ShardVersion)
+        except (ValueError, RecursionError):
             return None
         # A copied folder may contain version files of another folder, which must not cause files outside of this folder
         # to be removed.
-        removable = [PurePosixPath(path) for path, _ in (*version.packed, *version.evictable)]
+        removable = [PurePosixPath(path) for path, _ in version.removable]
         return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 
     def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:

@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from penstock.data.arguments import at_least_one, byte_count, one_of, truth
-from penstock.data.cache.file_hashes import digest_of
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.cache.shard_versions import origin_of
 from penstock.data.converting.convert_part import (
@@ -38,8 +39,6 @@ from penstock.data.converting.convert_part import (
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.formats.arrow.ipc_messages import MAGIC
 from penstock.data.formats.columnar.values import storage_of
-from penstock.data.formats.compressed_files import parse_compression
-from penstock.data.formats.format_table import MAX_BYTES
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
 from penstock.data.formats.parquet.shards import pyarrow_parquet
 from penstock.data.formats.shards import ReadOptions, Shard
@@ -95,8 +94,6 @@ def convert_dataset(
     size_limit: int | str | None = None,
     keep_order: bool = True,
     processes: int | None = None,
-    source_options: Mapping[str, Any] | None = None,
-    dest_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
 ) -> Converted:
     """Convert a dataset to MDS or Parquet, in parallel. A call skips what an earlier one that was killed has finished.
@@ -106,7 +103,8 @@ def convert_dataset(
     Progress is printed on standard error from the third second on.
 
     Args:
-        source: folder of the dataset, local or any URL that fsspec opens. It must have an index.
+        source: folder of the dataset, local or any URL that fsspec opens, with credentials as its filesystem finds them
+            (environment, fsspec's configuration). It must have an index.
         dest: folder of the result, local or a URL; empty, or with parts of the same conversion.
         to: "mds" or "parquet".
         columns: names of the columns to convert; None: all.
@@ -118,7 +116,6 @@ def convert_dataset(
         keep_order: True: keep the source's order, so that states saved with the source can be resumed on the result.
             False: the result's own shards decide its order.
         processes: number of processes; None: one for each processor, but at most one for each 128 MiB of data.
-        source_options, dest_options: keyword arguments for fsspec's filesystems.
         timeout_s: seconds for each file of a remote.
 
     Raises InvalidArgumentError, DatasetError, ShardCorruptError, ShardUnavailableError.
@@ -126,9 +123,9 @@ def convert_dataset(
     settings = _settings(to, compression, hashes, size_limit)
     workers = None if processes is None else at_least_one("processes", processes)
     truth("keep_order", keep_order)
-    source, remote = _address(source), writable_remote(os.fspath(dest), dest_options)
+    source, remote = _address(source), writable_remote(os.fspath(dest))
     with tempfile.TemporaryDirectory(prefix="penstock-convert-") as scratch, contextlib.closing(remote):
-        origin = RemoteFolder(source, source_options)
+        origin = RemoteFolder(source)
         with contextlib.closing(ShardCache(origin, scratch, timeout_s=timeout_s)) as cache:
             text = cache.index().read_all()
             shards = read_index(text, source)
@@ -149,8 +146,6 @@ def convert_dataset(
             timeout_s=timeout_s,
             cache=scratch,
             cache_limit=max(4 << 30, (workers + 1) * max(sizes)),
-            source_options=dict(source_options or {}),
-            dest_options=dict(dest_options or {}),
         )
         done = _finished(plan, remote)
         missing = [number for number in range(len(parts)) if number not in done]
@@ -172,16 +167,9 @@ def _settings(
                 f"hashes must be left out for Parquet, whose pages have checksums, got {', '.join(hashes)}"
             )
         return {"compression": packed, "group_bytes": size or PARQUET_GROUP}
-    if size is not None and size > MAX_BYTES:
-        raise InvalidArgumentError(f"size_limit must be at most {MAX_BYTES} bytes, got {limit!r}")
-    if compression == "default" or not compression:
-        compression = None
-    else:
-        parse_compression(compression)
     chosen = sorted(set(("xxh64",) if hashes is None else hashes))
-    for algorithm in chosen:
-        digest_of(b"", algorithm)
-    return {"compression": compression, "hashes": chosen, "size_limit": size or SIZE_LIMIT}
+    packing = None if compression == "default" else compression or None
+    return {"compression": packing, "hashes": chosen, "size_limit": size or SIZE_LIMIT}
 
 
 def _digest(text: str) -> str:
@@ -293,7 +281,7 @@ def _made(plan: ConversionPlan, missing: Sequence[int], processes: int, url: str
     made: dict[int, bytes] = {}
     line, done = Progress(FILES_S), len(plan.parts) - len(missing)
     try:
-        for report in _reports(plan.encoded_text(), missing, processes):
+        for report in _reports(msgspec.json.encode(plan), missing, processes):
             made[report["part"]] = report["index"].encode()
             line.update(f"{url}: converted {done + len(made)} of {len(plan.parts)} parts")
     finally:

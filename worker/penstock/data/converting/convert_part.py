@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
+
+import msgspec
 
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.converting.row_digest import RowDigest
@@ -37,7 +37,7 @@ UNFINISHED = ".converting-"
 PARQUET_FILE = "shard.00000.parquet"
 ROWS = 256
 FETCHES = 16
-"""Shards that are fetched at the same time, for a part of several small shards of a remote source."""
+"""Shards that are fetched at the same time, because with small ones most time goes by waiting for the remote."""
 
 Row = Mapping[str, Any]
 PART_BYTES = 64 << 20
@@ -71,17 +71,6 @@ class ConversionPlan:
     cache: str
     """Folder on this machine that caches the files of a remote source."""
     cache_limit: int
-    source_options: Mapping[str, Any]
-    dest_options: Mapping[str, Any]
-
-    def encoded_text(self) -> bytes:
-        """Return the plan as JSON. Paths and options must be plain values."""
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def decoded(text: bytes) -> ConversionPlan:
-        fields = json.loads(text)
-        return ConversionPlan(**{**fields, "columns": [TargetColumn(**each) for each in fields["columns"]]})
 
 
 def part_folder(number: int) -> str:
@@ -115,7 +104,7 @@ def _even_pieces(shard: Shard) -> list[int]:
 @contextlib.contextmanager
 def converting(plan: bytes) -> Iterator[Callable[[int], dict[str, Any]]]:
     """Yield a function that converts the part with a given number, and returns this number and the part's index."""
-    converter = PartConverter(ConversionPlan.decoded(plan))
+    converter = PartConverter(msgspec.json.decode(plan, type=ConversionPlan))
     try:
         yield lambda number: {"part": number, "index": converter.convert(number).decode()}
     finally:
@@ -125,10 +114,14 @@ def converting(plan: bytes) -> Iterator[Callable[[int], dict[str, Any]]]:
 class PartConverter:
     def __init__(self, plan: ConversionPlan) -> None:
         self.plan = plan
-        self._dest = RemoteFolder(plan.dest, plan.dest_options)
-        remote = RemoteFolder(plan.source, plan.source_options)
-        self._is_remote = remote.local is None
-        self._source = ShardCache(remote, plan.cache, limit=plan.cache_limit, timeout_s=plan.timeout_s)
+        self._dest = RemoteFolder(plan.dest)
+        self._source = ShardCache(
+            RemoteFolder(plan.source),
+            plan.cache,
+            limit=plan.cache_limit,
+            timeout_s=plan.timeout_s,
+            threads=FETCHES,
+        )
         self._shards = read_index(self._source.index().read_all(), plan.source)
         self._options = ReadOptions(
             images="file", encoded=plan.encoded, columns=[column.name for column in plan.columns]
@@ -177,7 +170,7 @@ class PartConverter:
     def _rows(self, number: int, digest: RowDigest) -> Generator[tuple[Row, int], None, None]:
         pieces = [(self._shards[shard], range(begin, end)) for shard, begin, end in self.plan.parts[number]]
         self._where = whole = f"{pieces[0][0].name} to {pieces[-1][0].name}"
-        self._fetch([shard for shard, _ in pieces])
+        self._source.fetch_ahead([shard for shard, _ in pieces])
         for shard, samples in pieces:
             self._where = f"{shard.name}, samples {samples.start} to {samples.stop - 1}"
             for sample, row in enumerate(read_rows(self._source, shard, samples, self._options), samples.start):
@@ -186,17 +179,11 @@ class PartConverter:
         if len(pieces) > 1:
             self._where = whole
 
-    def _fetch(self, shards: Sequence[Shard]) -> None:
-        """Fetch several small shards at a time, because most time goes by waiting for the remote's answer."""
-        if self._is_remote and len(shards) > 1:
-            with ThreadPoolExecutor(FETCHES) as threads:
-                list(threads.map(lambda shard: self._source.hold(shard).release(), shards))
-
     def _verify(self, address: str, shards: Sequence[Shard], written: RowDigest) -> None:
         digest = RowDigest()
         with (
             TemporaryDirectory(prefix="penstock-verify-") as scratch,
-            contextlib.closing(ShardCache(RemoteFolder(address, self.plan.dest_options), scratch)) as cache,
+            contextlib.closing(ShardCache(RemoteFolder(address), scratch)) as cache,
         ):
             for shard in shards:
                 for row in read_rows(cache, shard, range(shard.samples), self._options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +47,10 @@ class PositionKeys:
         return f"{KIND}:{epoch}:{position}:{self.order}"
 
     def position_of(self, key: str) -> tuple[int, int]:
-        kind, _, rest = key.partition(":") if isinstance(key, str) else ("", "", "")
-        numbers, _, order = rest.rpartition(":")
-        epoch, _, position = numbers.partition(":")
-        if kind != KIND or not all(part.isascii() and part.isdecimal() for part in (epoch, position)):
+        found = re.fullmatch(KIND + ":([0-9]+):([0-9]+):([^:]*)", key) if isinstance(key, str) else None
+        if found is None:
             raise InvalidArgumentError(f"a restore key must be the unchanged text from a batch's field, got {key!r}")
+        epoch, position, order = found.groups()
         if order != self.order:
             raise StateMismatchError(
                 f"the restore key {key!r} must have the digest {self.order} of this loader's dataset, seed and order"

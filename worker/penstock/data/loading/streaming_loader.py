@@ -111,7 +111,7 @@ class StreamingLoader(PositionLoader):
             predownload: largest number of upcoming samples whose shards are downloaded ahead; None: two shuffle blocks.
             prefetch_seconds: seconds of reading, at the measured rate, for which shards are downloaded ahead; before a
                 rate is known, those of two batches, more with `fetch_threads`. None: 60, or no limit if predownload is
-                given; inf: no limit. `predownload`, and `prefetch_bytes` of StreamingDataset, limit it further.
+                given; inf: no limit. `predownload` limits it further, and `cache_limit` of StreamingDataset the bytes.
             fetch_threads: threads that read and decode samples ahead; 0: none. They help where decoding releases the
                 GIL for long: clips, large JPEG files with `images="array"`. A `__getitem__` of your own subclass must
                 be thread-safe, and generators are not seeded for it.
@@ -300,9 +300,7 @@ class StreamingLoader(PositionLoader):
             # The shards of this batch may be in the list of an earlier batch, which another worker has made.
             own = np.unique(self.dataset.units_of(plan.ids))
             ahead_of_need = self._upcoming.shards[window.begin : window.end]
-            units, needed = np.concatenate([own, ahead_of_need]), len(own) + window.needed
-            count = self.dataset.fetch_ahead(units, needed=needed, group=self._identity.prefetch_group())
-            self._upcoming.gave(window, count - len(own))
+            self.dataset.fetch_ahead(np.concatenate([own, ahead_of_need]))
 
     def _list(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> UpcomingShards:
         """Return the units (`StreamingDataset.units_of`) to download next: of this process's batches, then its box's

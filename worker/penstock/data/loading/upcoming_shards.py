@@ -54,13 +54,11 @@ class Window(NamedTuple):
 
     begin: int
     end: int
-    needed: int
-    """Shards at the part's beginning that the present batch needs."""
 
 
 class UpcomingShards:
     """Shards sorted by the position (from the present epoch's beginning) that first needs them, and the window
-    requested last."""
+    returned last."""
 
     def __init__(self, shards: Ints, needed_at: Ints, begin: int, listed: int) -> None:
         """`begin`: position of the present batch. `listed`: positions from there whose shards are in the list."""
@@ -70,10 +68,7 @@ class UpcomingShards:
         self.shards: Ints = shards[chosen]
         self._needed_at: list[int] = needed_at[chosen].tolist()  # a search in a list is faster than in an array
         self._begin, self._listed = begin, listed
-        self._given = Window(0, 0, 0)
-        self._complete = False
-        """False if the limit on bytes cut the last window."""
-        self._is_given = False
+        self._given: Window | None = None
 
     def is_old(self, position: int) -> bool:
         """Return True once a quarter of the list is passed."""
@@ -81,18 +76,14 @@ class UpcomingShards:
 
     def window(self, position: int, last: int, ahead: int) -> Window | None:
         """Return the part to download for `ahead` positions after `position` of the present batch, which ends at
-        `last`; None while the last window will do."""
+        `last`; None while the part returned last will do."""
         begin = bisect_left(self._needed_at, position)
         needed = bisect_left(self._needed_at, last + 1, begin)
         end = max(needed, bisect_left(self._needed_at, position + ahead, begin))
-        quarter = max(1, (self._given.end - self._given.begin) // 4)
-        passed, grown = begin - self._given.begin >= quarter, end - self._given.end >= quarter
-        if self._is_given and needed <= self._given.end and not passed and not (grown and self._complete):
-            return None
-        return Window(begin, end, needed - begin)
-
-    def gave(self, window: Window, count: int) -> None:
-        """Record that a window was requested, of which the limit on bytes allowed `count` shards."""
-        self._given = window._replace(end=window.begin + count)
-        self._complete = self._given.end == window.end
-        self._is_given = True
+        if self._given is not None:
+            quarter = max(1, (self._given.end - self._given.begin) // 4)
+            passed, grown = begin - self._given.begin >= quarter, end - self._given.end >= quarter
+            if needed <= self._given.end and not passed and not grown:
+                return None
+        self._given = Window(begin, end)
+        return self._given

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from torch.utils.data._utils import worker as torch_worker
 
 from penstock.data.arguments import whole
-from penstock.data.cache.prefetch import host_process_id
 from penstock.data.ordering.partition import WorkerTurn
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.assignment import NEUTRAL, process_assignment
@@ -59,12 +58,6 @@ class WorkerIdentity:
             return WorkerTurn(number, self.workers)
         # The first process of a slot makes the slot's first batch, also if the slot is not the first one.
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
-
-    def prefetch_group(self) -> str:
-        """Name this machine's processes of one box, which need the same shards: all that the parent started, if it was
-        Penstock or a torch DataLoader."""
-        alone = self.standalone and torch_worker._worker_info is None
-        return f"{host_process_id(None if alone else os.getppid())}-{self.box}"
 
     def alone(self, turn: WorkerTurn) -> bool:
         """Return True if this process makes all of its box's batches outside a worker: its loader may begin epochs by

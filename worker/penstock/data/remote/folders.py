@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from penstock.data.remote.transfer import (
     DownloadTarget,
     FailureKind,
     FileChanged,
+    Request,
     TransferBroken,
     age_of,
     by_pieces,
@@ -84,22 +85,6 @@ def joined(url: str, name: str) -> str:
         return f"{url.rstrip('/')}/{name}"
     parts = urlsplit(url)
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{quote(name)}"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """Running call of a filesystem's method: an implementation of `transfer.Request`."""
-
-    folder: RemoteFolder
-    future: concurrent.futures.Future[Any]
-    until: float
-    stall_s: float
-
-    def result(self) -> Any:
-        return self.folder._wait(self.future, self.until, self.stall_s, None)
-
-    def cancel(self) -> None:
-        self.future.cancel()
 
 
 class RemoteFolder:
@@ -360,13 +345,7 @@ class RemoteFolder:
                     None  # the traceback's frames refer to the error, and to the caller's dataset and locks
                 )
             failures += 1
-            left = until - time.monotonic()
-            pause = pause_before_retry(failures, left, failure_kind)
-            if failure_kind.final or failures == self._tries:
-                raise self._failed(name, done, failures, failure_kind) from self._absent(name, failure_kind)
-            if pause >= left or left < LAST_PAUSE_S:
-                raise self._too_late(name, done, deadline_s, failures, failure_kind)
-            self._closed.wait(pause)
+            self._pause(name, done, failures, failure_kind, until, deadline_s)
 
     def close(self) -> None:
         """End all transfers with an error. Remotes with an event loop end them within a second."""
@@ -406,19 +385,9 @@ class RemoteFolder:
             progress.at = target.at
             if changed:
                 progress.begin_again()
-            mistyped = failure_kind.no_such_host and not self._reached and failures == QUIET_TRIES
-            if failure_kind.final or mistyped or failures == self._tries:
-                # The cause is left out, because its text may contain credentials.
-                raise self._failed(name, "fetched", failures, failure_kind) from self._absent(name, failure_kind)
-            left = until - time.monotonic()
-            pause = pause_before_retry(failures, left, failure_kind)
-            if pause >= left or left < LAST_PAUSE_S:
-                raise self._too_late(name, "fetched", deadline_s, failures, failure_kind)
-            if failures == QUIET_TRIES:
-                _log.warning(
-                    "%s could not be fetched yet: %s; retrying for %.0f s more", source, failure_kind.reason, left
-                )
-            self._closed.wait(pause)
+            if failure_kind.no_such_host and not self._reached and failures == QUIET_TRIES:  # probably mistyped
+                failure_kind = replace(failure_kind, final=True)
+            self._pause(name, "fetched", failures, failure_kind, until, deadline_s)
 
     def _check_open(self, name: str, done: str) -> None:
         if self._closed.is_set():
@@ -426,27 +395,30 @@ class RemoteFolder:
                 f"{self.url_of(name)} could not be {done}, because {CLOSED}. Open the dataset again"
             )
 
-    def _absent(self, name: str, failure_kind: FailureKind) -> FileNotFoundError | None:
-        return (
-            FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url_of(name))
-            if failure_kind.absent
-            else None
-        )
-
-    def _failed(self, name: str, done: str, failures: int, failure_kind: FailureKind) -> ShardUnavailableError:
-        return ShardUnavailableError(
-            f"{self.url_of(name)} could not be {done} after {tries_text(failures)}: {failure_kind.reason}. Check the "
-            "address and storage_options"
-        )
-
-    def _too_late(
-        self, name: str, done: str, deadline_s: float, failures: int, failure_kind: FailureKind
-    ) -> ShardUnavailableError:
-        return ShardUnavailableError(
-            f"{self.url_of(name)} could not be {done} within {deadline_s:.3g} s, {tries_text(failures)}: "
-            f"{failure_kind.reason}. Check that the server answers and that storage_options are right, or raise "
-            "timeout_s"
-        )
+    def _pause(
+        self, name: str, done: str, failures: int, failure_kind: FailureKind, until: float, deadline_s: float
+    ) -> None:
+        """Wait before the next attempt. Raise ShardUnavailableError if there is none. `done`: as in `_retry`."""
+        source, left = self.url_of(name), until - time.monotonic()
+        pause = pause_before_retry(failures, left, failure_kind)
+        if failure_kind.final or failures == self._tries:
+            absent = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
+            # Any other cause is left out, because its text may contain credentials.
+            raise ShardUnavailableError(
+                f"{source} could not be {done} after {tries_text(failures)}: {failure_kind.reason}. Check the address "
+                "and storage_options"
+            ) from (absent if failure_kind.absent else None)
+        if pause >= left or left < LAST_PAUSE_S:
+            raise ShardUnavailableError(
+                f"{source} could not be {done} within {deadline_s:.3g} s, {tries_text(failures)}: "
+                f"{failure_kind.reason}. Check that the server answers and that storage_options are right, or raise "
+                "timeout_s"
+            )
+        if failures == QUIET_TRIES:
+            _log.warning(
+                "%s could not be %s yet: %s; retrying for %.0f s more", source, done, failure_kind.reason, left
+            )
+        self._closed.wait(pause)
 
     def _try(self, name: str, target: DownloadTarget, progress: DownloadProgress, until: float, source: str) -> None:
         path = self._path_of(name, until)
@@ -469,17 +441,17 @@ class RemoteFolder:
     def _call(self, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._begin(until, method, *args, **kwargs).result()
 
-    def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> _Request:
+    def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> Request:
         """Begin a call of a method or its coroutine `_METHOD`, which is cancelled after `stall_s` without progress."""
         if not self._asynchronous:
             if method == "cat_file":
                 kwargs |= _BY_RANGES.get(self._protocol, {})
             # One call may transfer a whole file or archive, so only the deadline ends the call.
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
-            return _Request(self, future, until, math.inf)
+            return Request(future, partial(self._wait, until=until, stall_s=math.inf, target=None))
         loop, fs, _ = self._opened(until)
         future = self._started(loop, getattr(fs, f"_{method}")(*args, **kwargs))
-        return _Request(self, future, until, stall_s or self._stall_s)
+        return Request(future, partial(self._wait, until=until, stall_s=stall_s or self._stall_s, target=None))
 
     def _run(
         self, loop: RemoteLoop, work: Coroutine[Any, Any, Any], until: float, target: DownloadTarget | None

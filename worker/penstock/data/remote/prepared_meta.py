@@ -3,7 +3,6 @@ them a process knows the splits without a request, and whether the cached index 
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from penstock.data.formats.records.energon_folder import META, META_FILES, SPLITS, is_prepared
@@ -20,8 +19,11 @@ def fetch_meta(remote: RemoteFolder, folder: Path, *, deadline_s: float) -> bool
     ShardUnavailableError without an answer."""
     found: dict[str, bytes] = {}
     for name in META_FILES:
-        with contextlib.suppress(_Missing):
-            found[name] = _read(remote, f"{META}/{name}", deadline_s)
+        try:
+            found[name] = remote.read(f"{META}/{name}", deadline_s=deadline_s)
+        except ShardUnavailableError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
         if name == SPLITS[-1] and not any(MARK in found.get(each, b"") for each in SPLITS):
             return False
     (folder / META).mkdir(parents=True, exist_ok=True)
@@ -29,16 +31,3 @@ def fetch_meta(remote: RemoteFolder, folder: Path, *, deadline_s: float) -> bool
         if name in found:
             write_whole(folder / META / name, found[name])
     return is_prepared(folder)
-
-
-class _Missing(Exception):
-    """Exception for a file that the remote does not have."""
-
-
-def _read(remote: RemoteFolder, name: str, deadline_s: float) -> bytes:
-    try:
-        return remote.read(name, deadline_s=deadline_s)
-    except ShardUnavailableError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            raise _Missing from error
-        raise

@@ -14,6 +14,7 @@ import io
 import os
 import random
 import re
+import shutil
 import socket
 import tarfile
 import threading
@@ -21,8 +22,9 @@ import time
 import zipfile
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.proto.errors import PenstockError, ShardCorruptError, ShardUnavailableError
 
@@ -144,9 +146,9 @@ def unwritable(error: OSError, path: str, needed: int, source: str) -> ShardUnav
     name = os.path.realpath(path)  # the path may be a descriptor's number
     text = f"{source} could not be written to {name}: {error if error.filename else error.strerror}"
     if error.errno in (*_FULL, errno.EFBIG):
-        disk = os.statvfs(name if os.path.isdir(name) else os.path.dirname(name))
+        free = shutil.disk_usage(name if os.path.isdir(name) else os.path.dirname(name)).free
         text += (
-            f"; it needs {needed} bytes, {disk.f_bavail * disk.f_frsize} are free. Free space or raise the quota, set "
+            f"; it needs {needed} bytes, {free} are free. Free space or raise the quota, set "
             "cache_limit, or give a cache folder on another disk"
         )
     else:
@@ -243,14 +245,16 @@ def _validator(headers: Any) -> str:
     return str(headers.get("Last-Modified", ""))
 
 
-class Request(Protocol):
+@dataclass(frozen=True, slots=True)
+class Request:
     """Running call of a filesystem's method."""
+
+    future: Future[Any]
+    wait: Callable[[Future[Any]], Any]
 
     def result(self) -> Any:
         """Wait until the call ends, or its deadline; return its result or raise its error, or TransferBroken."""
-
-    def cancel(self) -> object:
-        """Cancel the call, because its result is not needed any more."""
+        return self.wait(self.future)
 
 
 def by_pieces(
@@ -313,7 +317,7 @@ def _copy_pieces(
         raise
     finally:
         for _, request in requests:
-            request.cancel()
+            request.future.cancel()
 
 
 @dataclass(frozen=True)
