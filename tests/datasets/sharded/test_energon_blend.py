@@ -62,9 +62,12 @@ def test_nested_repetitions_are_multiplied() -> None:
     ("text", "says"),
     [
         (NEW % "{path: a, subset: {range: [0%, 50%]}}", "subset must be left out, because .*its split.yaml"),
-        (NEW % "{path: a, shuffle_over_epochs_multiplier: -1}", "multiplier must be at least 1, got -1"),
+        (
+            NEW % "{path: a, shuffle_over_epochs_multiplier: -1}",
+            r"Expected `int` >= 1 - at `\$.shuffle_over_epochs_multiplier`",
+        ),
         (NEW % "{path: lines.jsonl}", "got a file of lines"),
-        (NEW % "{path: a, weight: -1}", "weight must be a number of at least 0, got -1"),
+        (NEW % "{path: a, weight: -1}", r"Expected `float` >= 0.0 - at `\$.weight`"),
         (NEW % "{path: x.yaml}", "must not name each other more than 16 deep"),
         (EPOCHS % "{path: a, repetitions: 0.5}", "a whole number >= 1, got 0.5"),
         (EPOCHS % "{path: y.yaml}", "must not be a blend within a blend_epochized"),

@@ -8,19 +8,19 @@ inserted: their weights or repetitions are multiplied by the entry's, whose subf
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import torch.utils.data
 import xxhash
 
-from penstock.data.formats.records.energon_folder import sample_loader_of
+from penstock.data.formats.records.energon_folder import load_yaml, sample_loader_of
 from penstock.data.loading.streaming_loader import BLOCK
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.sharded.layers.mixture import Mixture
@@ -189,7 +189,6 @@ _KINDS: Mapping[str, Kind] = {
     "blend_epochized": "blend_epochized",
     "concat": "concat",
 }
-_CLASSES = ("Metadataset", "MetadatasetV2")
 _REFUSED = {
     "join": "samples of several folders cannot be joined. Write the joined samples to archives of their own",
     "joiner": "samples of several folders cannot be joined. Write the joined samples to archives of their own",
@@ -200,6 +199,7 @@ _REFUSED = {
 }
 _DEFAULTS = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 
+T = TypeVar("T")
 Kind = Literal["blend", "blend_epochized", "concat"]
 Read = Callable[[str], bytes]
 """From a path or URL to the file's content."""
@@ -232,6 +232,30 @@ def read_plan(path: str, split: str, read: Read) -> BlendPlan:
     return BlendPlan(kind, tuple(members), any(member.subflavors for member in members))
 
 
+class _Entry(msgspec.Struct):
+    """Folder or metadataset file that a split names. `subflavor`: field of old files."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1)]
+    split_part: Any = None
+    subflavors: dict[Any, Any] | None = None
+    subflavor: Any = None
+    weight: Annotated[float, msgspec.Meta(ge=0, le=1e300)] = 1.0
+    repetitions: float = 1.0
+    shuffle_over_epochs_multiplier: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class _File(msgspec.Struct):
+    splits: dict[str, Any]
+    kind: Literal["Metadataset", "MetadatasetV2"] = msgspec.field(name="__class__", default="Metadataset")
+
+
+def _converted(path: str, value: Any, kind: type[T], what: str) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise DatasetError(f"{path}: {what} is invalid: {error}. Correct the file") from None
+
+
 class _Reader:
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -244,27 +268,23 @@ class _Reader:
             )
         splits = self._splits(path)
         if split not in splits:
-            raise InvalidArgumentError(f"{path}: split must be one of {', '.join(map(str, splits))}, got {split!r}")
+            raise InvalidArgumentError(f"{path}: split must be one of {', '.join(splits)}, got {split!r}")
         content = splits[split]
-        if not isinstance(content, dict):
-            raise DatasetError(f"{path}: the split {split!r} must be a mapping, got {content!r:.200}. Correct the file")
-        listed = [key for key in _KINDS if key in content]
-        if "path" in content and not listed:
-            return self._member(path, content, split, outer, depth)
+        listed = [key for key in _KINDS if isinstance(content, dict) and key in content]
+        if not listed:
+            return self._member(path, self._entry(path, content), split, outer, depth)
         self._refuse(path, content)
-        if len(listed) != 1 or len(content) > 1:
+        if len(content) > 1:
             raise DatasetError(
                 f"{path}: the split {split!r} must have path or one of {', '.join(_KINDS)}, got {[*content]}"
             )
-        entries, kind = content[listed[0]], _KINDS[listed[0]]
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise DatasetError(f"{path}: {listed[0]} must be a list of mappings, got {entries!r:.200}")
-        return kind, self._joined(path, kind, entries, split, outer, depth)
+        kind, entries = _KINDS[listed[0]], _converted(path, content[listed[0]], list[Any], listed[0])
+        return kind, self._joined(path, kind, [self._entry(path, each) for each in entries], split, outer, depth)
 
     def _joined(
-        self, path: str, kind: Kind, entries: list[dict[str, Any]], split: str, outer: Mapping[str, Any], depth: int
+        self, path: str, kind: Kind, entries: list[_Entry], split: str, outer: Mapping[str, Any], depth: int
     ) -> list[BlendMember]:
-        weights = [_number(path, entry, "weight") for entry in entries]
+        weights = [Fraction(str(entry.weight)) for entry in entries]
         total = sum(weights)
         if kind == "blend" and not total:
             raise DatasetError(f"{path}: at least one weight must be above 0, got {len(weights)} weights of 0")
@@ -273,61 +293,52 @@ class _Reader:
             inner, found = self._member(path, entry, split, outer, depth)
             if inner not in (kind, "concat"):
                 raise DatasetError(
-                    f"{path}: {entry['path']} must not be a {inner} within a {kind}, as in Energon. Use one of them"
+                    f"{path}: {entry.path} must not be a {inner} within a {kind}, as in Energon. Use one of them"
                 )
             if kind == "blend":
                 found = [replace(one, weight=one.weight * weight / total) for one in found]
             if kind == "blend_epochized":
-                times = _repetitions(path, entry)
-                found = [replace(one, repetitions=one.repetitions * times) for one in found]
+                if entry.repetitions < 1 or not entry.repetitions.is_integer():
+                    raise DatasetError(
+                        f"{path}: repetitions must be a whole number >= 1, got {entry.repetitions}. For fractions use "
+                        "`blend`"
+                    )
+                found = [replace(one, repetitions=one.repetitions * int(entry.repetitions)) for one in found]
             members += found
         return members
 
     def _member(
-        self, path: str, entry: dict[str, Any], split: str, outer: Mapping[str, Any], depth: int
+        self, path: str, entry: _Entry, split: str, outer: Mapping[str, Any], depth: int
     ) -> tuple[Kind, list[BlendMember]]:
-        self._refuse(path, entry)
-        target = entry.get("path")
-        if not isinstance(target, str) or not target:
-            raise DatasetError(f"{path}: path must be a text, got {target!r:.200}. Name a folder or a file")
-        own = entry.get("subflavors") or {}
-        if not isinstance(own, dict):
-            raise DatasetError(f"{path}: subflavors must be a mapping, got {own!r:.200}. Correct the file")
-        if entry.get("subflavor") is not None:  # a field of old files
-            own = {"__subflavor__": entry["subflavor"], **own}
-        where, part, flavors = _beside(path, target), str(entry.get("split_part") or split), {**own, **outer}
+        own = entry.subflavors or {}
+        if entry.subflavor is not None:
+            own = {"__subflavor__": entry.subflavor, **own}
+        where, part, flavors = _beside(path, entry.path), str(entry.split_part or split), {**own, **outer}
         if where.endswith((".yaml", ".yml")):
             return self.split(where, part, flavors, depth + 1)
         if where.endswith((".jsonl", ".json")):
             raise DatasetError(
-                f"{path}: {target} must be a folder, got a file of lines. Index its folder as a source of its own"
+                f"{path}: {entry.path} must be a folder, got a file of lines. Index its folder as a source of its own"
             )
         return "concat", [BlendMember(where, part, flavors)]
 
     def _splits(self, path: str) -> dict[str, Any]:
         try:
-            yaml = importlib.import_module("yaml")
-        except ImportError as error:
-            raise DatasetError(f"{path} needs the package pyyaml. Run pip install pyyaml") from error
-        try:
-            content = yaml.safe_load(self._read(path).decode())
-        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            content = load_yaml(path, self._read(path).decode())
+        except ValueError as error:
             raise DatasetError(f"{path} cannot be read: {error}. Correct the file") from error
-        found = content.get("splits") if isinstance(content, dict) else None
-        if not isinstance(found, dict) or content.get("__class__", _CLASSES[0]) not in _CLASSES:
-            raise DatasetError(f"{path} must be a metadataset of Energon, with splits, got {content!r:.200}")
-        return {str(name): value for name, value in found.items()}
+        return _converted(path, content, _File, "the metadataset").splits
+
+    def _entry(self, path: str, value: Any) -> _Entry:
+        if isinstance(value, dict):
+            self._refuse(path, value)
+        return _converted(path, value, _Entry, "an entry of a split")
 
     def _refuse(self, path: str, entry: Mapping[str, Any]) -> None:
         """Raise DatasetError for a setting with which Penstock could not yield Energon's samples."""
         for field, why in _REFUSED.items():
             if entry.get(field) not in (None, _DEFAULTS.get(field)):
                 raise DatasetError(f"{path}: {field} must be left out, because {why}")
-        over = entry.get("shuffle_over_epochs_multiplier", 1)
-        if type(over) is not int or over < 1:
-            raise DatasetError(
-                f"{path}: shuffle_over_epochs_multiplier must be at least 1, got {over!r}. Pass shuffle=False"
-            )
 
 
 def _beside(path: str, target: str) -> str:
@@ -335,19 +346,3 @@ def _beside(path: str, target: str) -> str:
         return target
     scheme, mark, rest = path.rpartition("://")
     return scheme + mark + posixpath.normpath(posixpath.join(posixpath.dirname(rest), target))
-
-
-def _number(path: str, entry: Mapping[str, Any], field: str) -> Fraction:
-    value = entry.get(field, 1)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise DatasetError(f"{path}: {field} must be a number of at least 0, got {value!r}. Correct the file")
-    return Fraction(str(value))
-
-
-def _repetitions(path: str, entry: Mapping[str, Any]) -> int:
-    times = _number(path, entry, "repetitions")
-    if times.denominator != 1 or not times:
-        raise DatasetError(
-            f"{path}: repetitions must be a whole number >= 1, got {entry['repetitions']}. For fractions use `blend`"
-        )
-    return int(times)

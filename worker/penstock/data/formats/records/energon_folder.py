@@ -257,14 +257,22 @@ def _counts(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as error:
-        raise DatasetError(f"{path} needs the package pyyaml. Run pip install pyyaml") from error
-    try:
         text = read_plain(path, MAX_BYTES).decode()
-        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        value = json.loads(text) if path.suffix == ".json" else load_yaml(str(path), text)
+    except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(f"{path} cannot be read: {error}. Run `energon prepare` again") from error
     if not isinstance(value, dict):
         raise DatasetError(f"{path} must be a mapping, got {type(value).__name__}. Run `energon prepare` again")
     return value
+
+
+def load_yaml(path: str, text: str) -> Any:
+    """Raises ValueError for a text that is not YAML, DatasetError without the package. `path`: for this error."""
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise DatasetError(f"{path} needs the package pyyaml. Run pip install pyyaml") from error
+    try:
+        return yaml.safe_load(text)
+    except (RecursionError, yaml.YAMLError) as error:
+        raise ValueError(str(error)) from error

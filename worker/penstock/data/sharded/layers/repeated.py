@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,16 +32,11 @@ class Repeated(Layer):
             source: finite source. Each of its shards must have a sample in every epoch: an empty one raises
                 DatasetError when it is read; use fewer shards then.
 
-        Raises InvalidArgumentError for a source that is endless, or certainly has empty shards: it has fewer pieces
-        than shards, or fewer records if all pieces are indexable.
+        Raises InvalidArgumentError for a source that is endless.
         """
         super().__init__(source)
         if source.endless:
             raise InvalidArgumentError("Repeated needs a finite source, got one that is endless already")
-        few = _fewer(source.described())
-        if few is not None:
-            text, remedy = few
-            raise InvalidArgumentError(f"Repeated needs a sample in each shard, got {text}. Use fewer shards{remedy}")
 
     @property
     def endless(self) -> bool:
@@ -66,19 +60,6 @@ class Repeated(Layer):
         self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         return _Cursor(self.source, shard, seed, saved, position_function(position_of, shard, self.num_shards))
-
-
-def _fewer(described: Any) -> tuple[str, str] | None:
-    """Return numbers such as "3 pieces, 8 shards" and a remedy if a source certainly has empty shards."""
-    while isinstance(described, Mapping):
-        if described.get("kind") == "LogicalShards":
-            shards, records = described["shards"], described["records"]
-            if described["cut"] == "by position":
-                return (f"{records} records, {shards} shards", "") if records < shards else None
-            remedy = ", or pieces that can be cut: LineFile for text files, or pieces with len() and records by index"
-            return (f"{described['pieces']} pieces, {shards} shards", remedy) if described["pieces"] < shards else None
-        described = described.get("source")
-    return None
 
 
 class _Cursor(RunCursor):
