@@ -161,15 +161,15 @@ def test_a_split_is_taken_of_columns(columns: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "the index must be JSON"),
-        ("[]", "must be a JSON object"),
-        ('{"version": 2}', "shards is missing"),
+        ("", "the index is invalid"),
+        ("[]", "the index is invalid: Expected `object`, got `array`"),
+        ('{"version": 2}', "the index is invalid: Object missing required field `shards`"),
         ('{"version": 3, "shards": []}', "version must be 2, got 3"),
-        ('{"version": 2, "shards": [], "a": NaN}', "the index must be JSON"),
-        ('{"version": 2, "shards": [] "a": 1}', "the index must be JSON"),
-        ('{"version": 2, "shards": [1]}', "shard 0: the entry must be an object"),
-        ('{"version": 2, "shards": []} 1', "the index must be JSON"),
-        ('{"version": 2, "a": ' + "[" * 100_000, "the index must be JSON"),
+        ('{"version": 2, "shards": [], "a": NaN}', "the index is invalid"),
+        ('{"version": 2, "shards": [] "a": 1}', "the index is invalid"),
+        ('{"version": 2, "shards": [1]}', "shard 0: the entry is invalid: Expected `object`, got `int`"),
+        ('{"version": 2, "shards": []} 1', "the index is invalid"),
+        ('{"version": 2, "a": ' + "[" * 100_000, "the index is invalid"),
     ],
 )
 def test_what_is_no_index_is_refused(columns: Path, tmp_path: Path, text: str, words: str) -> None:

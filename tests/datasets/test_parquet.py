@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import io
 import mmap
 import os
 import subprocess
@@ -126,8 +125,10 @@ def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
     other = write(tmp_path / "b.parquet", [{"x": 1, "z": 2}])
     with pytest.raises(DatasetError, match=r"a\.parquet has .*, but b\.parquet has x, z"):
         parquet_shards([(path.name, path) for path in (first, other)])
+    damaged = tmp_path / "c.parquet"
+    damaged.write_bytes(b"PAR1 or what")
     with pytest.raises(ShardCorruptError, match=r"c\.parquet must be a Parquet file"):
-        parquet_shards([("c.parquet", io.BytesIO(b"PAR1 or what"))])
+        parquet_shards([("c.parquet", damaged)])
     with pytest.raises(ShardCorruptError, match=r"d\.parquet cannot be read: .*No such file"):
         parquet_shards([("d.parquet", tmp_path / "d.parquet")])
 

@@ -48,7 +48,7 @@ def test_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
         ("a,a\n1,2\n", "the first line must have the columns' names, each once"),
         ("", "the first line must have the columns' names"),
         ("a,b\n1,\xff\n", "line 2 must be CSV in UTF-8"),
-        ("a,b\r1,2\r", "line 1 must end with a line feed, got a carriage return alone"),
+        ("a,b\r1,2\r", "line 1 must be CSV in UTF-8: new-line character seen in unquoted field"),
     ],
 )
 def test_bad_rows_are_named_when_indexed(tmp_path: Path, text: str, says: str) -> None:

@@ -129,7 +129,7 @@ def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
 def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
     with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/nothing must be a dataset"):
         StreamingDataset(local=tmp_path / "nothing")
-    for content, says in (("{", "the index must be JSON"), ('{"version": 2, "shards": []}', "lists no samples")):
+    for content, says in (("{", "the index is invalid"), ('{"version": 2, "shards": []}', "lists no samples")):
         (tmp_path / "index.json").write_text(content)
         with pytest.raises(DatasetError, match=f"{tmp_path}.*{says}"):
             StreamingDataset(local=tmp_path)
@@ -170,12 +170,8 @@ def test_settings_of_one_stream(bucket: str, tmp_path: Path) -> None:
     with MDSWriter(bucket, {"n": "int"}, size_limit=200, compression="zstd", hashes=["sha1"]) as writer:
         for number in range(100):
             writer.write({"n": number})
-    streams = [Stream(bucket, tmp_path / "plain"), Stream(bucket, tmp_path / "kept", keep_zip=True)]
-    with closing(StreamingDataset(streams=streams)) as dataset:
-        assert (dataset[3]["n"], dataset[103]["n"]) == (3, 3)
-    assert [len(list((tmp_path / name).glob("*.zstd"))) for name in ("plain", "kept")] == [0, 1]
-    checked = Stream(bucket, tmp_path / "plain", validate_hash="xxh64")
-    with closing(StreamingDataset(streams=[streams[1], checked])) as dataset:
+    checked = Stream(bucket, tmp_path / "checked", validate_hash="xxh64")
+    with closing(StreamingDataset(streams=[Stream(bucket, tmp_path / "plain"), checked])) as dataset:
         assert dataset[50]["n"] == 50
         with pytest.raises(DatasetError, match=r"validate_hash='xxh64' needs this hash .* got sha1"):
             dataset[150]

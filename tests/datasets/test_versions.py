@@ -73,7 +73,7 @@ def test_torn_index_of_a_version_is_named(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for size in (0, 10, 60, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(DatasetError, match=r"index-000002.json(: the index)? must be") as caught:
+        with pytest.raises(DatasetError, match=r"index-000002.json(: the index is invalid| must be)") as caught:
             StreamingDataset(str(tmp_path / "data"))
         assert size > 20 or "got a damaged file, which names no version. Restore the file" in caught.value.message
     path.write_bytes((tmp_path / "data" / version_index(1)).read_bytes())
@@ -237,7 +237,6 @@ def test_failed_append_publishes_nothing(place: str, tmp_path: Path, monkeypatch
         if before == ["data"]:
             folders = {path.name.split("-")[0] for path in (tmp_path / "data").iterdir() if path.is_dir()}
             assert folders == {"appended"}
-            assert len(list((tmp_path / "data").glob("appended-*"))) == len(versions)
         for version in versions[1:]:
             assert read(place, tmp_path / f"{at} {after} {version}", version=version) == list(range(40))
     assert append(place, 40) == 4, "a version's index is never written again"

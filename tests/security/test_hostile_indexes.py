@@ -20,8 +20,8 @@ RAW = json.loads((MDS / "index.json").read_text())["shards"][0]["raw_data"]
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"samples": 10**4000}, "samples must be at most"),
-        ({"raw_data": {**RAW, "basename": "\ud800"}}, "the index must be JSON"),
+        ({"samples": 10**4000}, "samples is invalid: Expected `int` <= 17592186044416"),
+        ({"raw_data": {**RAW, "basename": "\ud800"}}, "the index is invalid: JSON is malformed"),
         ({"raw_data": {**RAW, "basename": "x" * 256}}, "must have at most 255 bytes between two slashes"),
         ({"raw_data": {**RAW, "basename": "x/" * 2000 + "x"}}, "and 3000 in all"),
     ],

@@ -41,10 +41,6 @@ def check_text(settings: dict[str, Any], field: str) -> None:
         raise InvalidField(field, f"must be a string that is not empty, got {settings.get(field)!r:.100}")
 
 
-def kind_of(value: object) -> str:
-    return "null" if value is None else type(value).__name__
-
-
 def unknown_columns(where: str, chosen: Collection[str], known: Collection[str]) -> str:
     """Return the text of the error for columns that a user chose and that do not exist; "" if all exist."""
     missing = [name for name in chosen if name not in known]

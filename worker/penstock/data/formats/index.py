@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
 import msgspec
 
 from penstock.data.formats.compressed_files import parse_compression
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.fields import InvalidField, kind_of
+from penstock.data.formats.fields import InvalidField
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -54,17 +54,22 @@ def read_index(data: bytes, where: str) -> list[Shard]:
     """Return the shards of an index. `where`: its address, for errors. Raises DatasetError."""
     known: dict[str, Mapping[str, Any]] = {}
     files: dict[str, StoredFile] = {}
-    shards: list[Shard] = []
-    for number, text in enumerate(entries_of(data, where)):
-        try:
-            shards.append(shard_of(parsed_entry(text), known, files))
-        except (InvalidField, DatasetError) as error:
-            raise invalid_index(f"{where}: shard {number}", error) from None
-    return shards
+    texts = enumerate(entries_of(data, where))
+    return [read_entry(text, f"{where}: shard {number}", known, files) for number, text in texts]
 
 
-def invalid_index(where: str, error: Exception) -> DatasetError:
-    """`where`: address of the index, with the shard's number for a field of a shard."""
+def read_entry(
+    text: msgspec.Raw, where: str, known: dict[str, Mapping[str, Any]], files: dict[str, StoredFile]
+) -> Shard:
+    """Return the shard of an entry as `shard_of` does. `where`: address of the index, and the shard's number, for the
+    DatasetError of an invalid one."""
+    try:
+        return shard_of(text, known, files)
+    except (InvalidField, DatasetError) as error:
+        raise _invalid_index(where, error) from None
+
+
+def _invalid_index(where: str, error: Exception) -> DatasetError:
     remedy = "Fetch or write the index again, or upgrade Penstock if a newer release wrote it"
     return DatasetError(f"{where}: {error}. {remedy}")
 
@@ -122,152 +127,149 @@ def shard_below(folder: str, shard: Shard) -> Shard:
     return replace(shard, files=tuple(_below(folder, file) for file in shard.files))
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+
+
 class _Index(msgspec.Struct):
-    version: msgspec.Raw = msgspec.Raw()
-    shards: msgspec.Raw = msgspec.Raw()
+    version: int
+    shards: list[msgspec.Raw]
+
+
+class EntryFile(msgspec.Struct, gc=False):
+    basename: str
+    bytes: Count
+    hashes: dict[str, str] | None = None
+
+
+class Entry(msgspec.Struct, gc=False):
+    """Entry of a shard. msgspec checks the types of its fields; its settings are not parsed."""
+
+    version: int
+    format: str
+    samples: Count
+    raw_data: EntryFile
+    compression: str | None = None
+    raw_meta: EntryFile | None = None
+    zip_data: EntryFile | None = None
+    zip_meta: EntryFile | None = None
+    blocks: list[Count] | None = None
+    decoded_bytes: Count = 0
+    spans: list[Count] | None = None
+    ranges: list[Count] | None = None
+    column_names: msgspec.Raw = msgspec.Raw()
+    column_encodings: msgspec.Raw = msgspec.Raw()
+    column_sizes: msgspec.Raw = msgspec.Raw()
+    columns: msgspec.Raw = msgspec.Raw()
+    newline: msgspec.Raw = msgspec.Raw()
+    separator: msgspec.Raw = msgspec.Raw()
+    records: msgspec.Raw = msgspec.Raw()
+    splits: msgspec.Raw = msgspec.Raw()
+    fields: msgspec.Raw = msgspec.Raw()
+    size_limit: msgspec.Raw = msgspec.Raw()
+    hashes: msgspec.Raw = msgspec.Raw()
 
 
 def entries_of(data: bytes, where: str) -> list[msgspec.Raw]:
     """Return the text of each shard's entry, without parsing it. Raises DatasetError."""
     try:
-        return _entries(data)
-    except InvalidField as error:
-        raise invalid_index(where, error) from None
-
-
-def _entries(data: bytes) -> list[msgspec.Raw]:
-    try:
         index = msgspec.json.decode(data, type=_Index)
-    except msgspec.ValidationError as error:
-        raise InvalidField("the index", f"must be a JSON object: {error}") from None
+        check_version(index.version)
+        return index.shards
     except (ValueError, RecursionError) as error:
-        raise InvalidField("the index", f"must be JSON: {error}") from None
-    if not index.version:
-        raise InvalidField("version", "is missing")
-    check_version(parsed_entry(index.version))
-    if not index.shards:
-        raise InvalidField("shards", "is missing")
-    try:
-        return msgspec.json.decode(index.shards, type=list[msgspec.Raw])
-    except msgspec.ValidationError:
-        kind = kind_of(parsed_entry(index.shards))
-        raise InvalidField("shards", f"must be a list, got {kind}") from None
+        raise _invalid_index(where, _invalid_field(error, "the index")) from None
+    except InvalidField as error:
+        raise _invalid_index(where, error) from None
 
 
-def parsed_entry(text: msgspec.Raw | bytes) -> Any:
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"a number must be finite in JSON, got {constant}")
-
-    try:
-        return json.loads(bytes(text).decode(), parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise InvalidField("the entry", f"must be JSON: {error}") from None
+def _invalid_field(error: Exception, whole: str) -> InvalidField:
+    """Return msgspec's error as one that names the field, or the `whole`."""
+    why, _, path = str(error).partition(" - at `$")
+    return InvalidField(path.strip(".`") or whole, f"is invalid: {why}")
 
 
-def check_version(version: object) -> None:
+def check_version(version: int) -> None:
     """Raise InvalidField unless the version of an index, or of a shard's entry in it, can be read."""
-    if type(version) is not int or version != VERSION:
-        raise InvalidField("version", f"must be {VERSION}, got {version!r}")
+    if version != VERSION:
+        raise InvalidField("version", f"must be {VERSION}, got {version}")
 
 
-def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, StoredFile]) -> Shard:
+def shard_of(text: msgspec.Raw | bytes, known: dict[str, Mapping[str, Any]], files: dict[str, StoredFile]) -> Shard:
     """Return the shard that an entry describes. Raises InvalidField or DatasetError.
 
     `known`: settings of earlier entries, by format and text, so that equal ones share one dict. `files`: earlier files,
     by name, to find a name that two entries use for different files. The entry's are added to both.
     """
-    if not isinstance(entry, dict):
-        raise InvalidField("the entry", f"must be an object, got {kind_of(entry)}")
-    check_version(entry.get("version"))
-    form = entry.get("format")
-    known_format = FORMATS.get(form) if isinstance(form, str) else None
+    try:
+        entry, values = msgspec.json.decode(text, type=Entry), msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise _invalid_field(error, "the entry") from None
+    check_version(entry.version)
+    known_format = FORMATS.get(entry.format)
     if known_format is None:
-        raise InvalidField("format", f"must be one of {', '.join(FORMATS)}, got {form!r}")
-    samples = _count(entry, "samples", "samples")
-    compression = entry.get("compression")
-    if compression is None:
-        compression = ""
-    elif isinstance(compression, str) and compression:
+        raise InvalidField("format", f"must be one of {', '.join(FORMATS)}, got {entry.format!r}")
+    if entry.compression is not None:
         try:
-            parse_compression(compression)
+            parse_compression(entry.compression)
         except InvalidArgumentError as error:
             raise InvalidField("compression", f"is invalid: {error.message}") from None
-    else:
-        raise InvalidField("compression", f"must be a name or null, got {compression!r:.100}")
     pairs = []
     for part in known_format.file_kinds:
-        raw = _stored(entry, f"raw_{part}", files)
-        packed = _stored(entry, f"zip_{part}", files) if entry.get(f"zip_{part}") is not None else None
-        if (packed is None) == bool(compression):
-            what = f"is missing, though compression is {compression!r}"
-            raise InvalidField(f"zip_{part}", what if compression else "must be null, because compression is null")
-        check_size(f"raw_{part}.bytes", raw.size, known_format.max_bytes)
-        pairs.append(ShardFile(raw, packed))
-    rest = {**known_format.defaults, **{name: value for name, value in entry.items() if name not in _OWN}}
+        raw, packed = getattr(entry, f"raw_{part}"), getattr(entry, f"zip_{part}")
+        if raw is None:
+            raise InvalidField(f"raw_{part}", "is missing")
+        if (packed is None) == bool(entry.compression):
+            what = f"is missing, though compression is {entry.compression!r}"
+            raise InvalidField(
+                f"zip_{part}", what if entry.compression else "must be null, because compression is null"
+            )
+        check_size(f"raw_{part}.bytes", raw.bytes, known_format.max_bytes)
+        stored = _stored(raw, f"raw_{part}", files)
+        pairs.append(ShardFile(stored, None if packed is None else _stored(packed, f"zip_{part}", files)))
+    rest = {**known_format.defaults, **{name: value for name, value in values.items() if name not in _OWN}}
     key = f"{known_format.name} {rest!r}"
     settings = known.get(key)
     if settings is None:
         known_format.check(rest)
         settings = known[key] = rest
-    blocks, spans = (parts_of(entry.get(kind), kind, samples) for kind in ("blocks", "spans"))
+    blocks, spans, ranges = parts_of(entry)
+    if ranges and known_format.by_part is None:
+        raise InvalidField("ranges", f"must be absent, because files of format {entry.format} are read whole")
+    compression, decoded = entry.compression or "", entry.decoded_bytes
+    return Shard(known_format.name, entry.samples, tuple(pairs), compression, settings, blocks, decoded, spans, ranges)
+
+
+def parts_of(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return an entry's blocks, spans and ranges, see `Shard`. Raises InvalidField."""
+    blocks, spans, ranges = (tuple(each or ()) for each in (entry.blocks, entry.spans, entry.ranges))
+    for kind, parts in (("blocks", blocks), ("spans", spans)):
+        if parts and sum(parts) != entry.samples:
+            raise InvalidField(kind, f"must add up to the shard's {entry.samples} samples, got {sum(parts)}")
     if blocks and spans:
         raise InvalidField("spans", "must be absent, because the file has blocks")
-    decoded = _count(entry, "decoded_bytes", "decoded_bytes") if "decoded_bytes" in entry else 0
-    ranges = ranges_of(entry.get("ranges", []), len(blocks or spans), pairs[0].raw.size)
-    if ranges and known_format.by_part is None:
-        raise InvalidField("ranges", f"must be absent, because files of format {form} are read whole")
-    return Shard(known_format.name, samples, tuple(pairs), compression, settings, blocks, decoded, spans, ranges)
-
-
-def parts_of(parts: Any, kind: str, samples: int) -> tuple[int, ...]:
-    """Return the number of samples in each of the "blocks" or "spans" (`kind`). Raises InvalidField."""
-    if parts is None:
-        return ()
-    if not isinstance(parts, list) or not all(type(rows) is int and rows >= 0 for rows in parts):
-        raise InvalidField(kind, f"must be a list of numbers of samples, each at least 0, got {parts!r:.100}")
-    if sum(parts) != samples:
-        raise InvalidField(kind, f"must add up to the shard's {samples} samples, got {sum(parts)}")
-    return tuple(parts)
-
-
-def ranges_of(ranges: Any, parts: int, size: int) -> tuple[int, ...]:
-    """Return the field "ranges", see `Shard.ranges`; empty if `parts` is 0. Raises InvalidField."""
-    if not parts:
-        return ()
-    if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
-        raise InvalidField("ranges", f"must be a list of offsets from 0 to {size}, got {ranges!r:.100}")
-    if ranges and len(ranges) != 2 * parts + 1:
+    count, size = len(blocks or spans), entry.raw_data.bytes
+    if not count or not ranges:
+        return blocks, spans, ()
+    if max(ranges) > size or len(ranges) != 2 * count + 1:
         raise InvalidField(
-            "ranges", f"must have 2 offsets for each of {parts} blocks or spans, and 1 more, got {len(ranges)}"
+            "ranges",
+            f"must be {2 * count + 1} offsets up to {size}, 2 for each of {count} blocks or spans and 1 more, got "
+            f"{len(ranges)} up to {max(ranges)}",
         )
     if any(begin > end for begin, end in zip(ranges[:-1:2], ranges[1::2], strict=True)):
         raise InvalidField("ranges", "must give each block or span an end at or after its beginning")
-    return tuple(ranges)
+    return blocks, spans, ranges
 
 
-def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> StoredFile:
-    info = entry.get(field)
-    if not isinstance(info, dict):
-        raise InvalidField(field, f"must be an object, got {kind_of(info)}" if field in entry else "is missing")
-    name = info.get("basename")
-    if not isinstance(name, str):
-        raise InvalidField(f"{field}.basename", f"must be a string, got {kind_of(name)}")
-    check_name(f"{field}.basename", name)
-    size = _count(info, "bytes", f"{field}.bytes")
-    hashes = info.get("hashes")
-    if hashes is None or hashes == {}:
-        hashes = _NONE
-    elif not isinstance(hashes, dict):
-        raise InvalidField(f"{field}.hashes", f"must be an object, got {kind_of(hashes)}")
-    for algorithm, digest in hashes.items():
-        if not isinstance(digest, str) or not _HEXADECIMAL.fullmatch(digest):
+def _stored(file: EntryFile, field: str, files: dict[str, StoredFile]) -> StoredFile:
+    check_name(f"{field}.basename", file.basename)
+    for algorithm, digest in (file.hashes or {}).items():
+        if not _HEXADECIMAL.fullmatch(digest):
             raise InvalidField(f"{field}.hashes.{algorithm}", f"must be a digest in hexadecimal, got {digest!r}")
-    stored = StoredFile(name, size, hashes)
-    if files.setdefault(name, stored) != stored:
+    stored = StoredFile(file.basename, file.bytes, file.hashes or _NONE)
+    if files.setdefault(file.basename, stored) != stored:
         raise InvalidField(
             f"{field}.basename",
-            f"must not be {name!r}, because the index lists this file a second time, with another size or hash",
+            f"must not be {stored.name!r}, because the index lists this file a second time, with another size or hash",
         )
     return stored
 
@@ -292,17 +294,6 @@ def check_name(field: str, name: str) -> None:
     folded = name.casefold().split("/")
     if ".penstock" in folded or _INDEX_NAME.fullmatch(folded[-1]):
         raise InvalidField(field, f"must not be a name that the cache uses itself, got {name!r}")
-
-
-def _count(entry: dict[str, Any], key: str, field: str) -> int:
-    value = entry.get(key)
-    if type(value) is not int:
-        raise InvalidField(field, f"must be an integer, got {kind_of(value)}" if key in entry else "is missing")
-    if value < 0:
-        raise InvalidField(field, f"must be at least 0, got {value}")
-    if value > MAX_NUMBER:
-        raise InvalidField(field, f"must be at most {MAX_NUMBER}, got more")
-    return value
 
 
 def remedy_without_index(folder: str) -> str:

@@ -10,21 +10,17 @@ from typing import Any
 import xxhash
 
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.fields import InvalidField
 from penstock.data.formats.index import (
     INDEX_END,
     entries_of,
-    entry_text,
     index_begin,
     index_notes,
-    invalid_index,
-    parsed_entry,
-    shard_of,
+    read_entry,
 )
 from penstock.data.formats.shards import Shard, StoredFile
 from penstock.data.indexes.shard_table import ShardTable
 from penstock.data.remote.folders import RemoteFolder
-from penstock.proto.errors import DatasetError, ShardUnavailableError
+from penstock.proto.errors import ShardUnavailableError
 
 LISTED = 10_000
 """Number of shards from which they are not kept as objects."""
@@ -58,28 +54,14 @@ class GivenIndex:
         known: dict[str, Mapping[str, Any]] = {}
         files: dict[str, StoredFile] = {}
         for number, text in enumerate(entries_of(self.data, self._where)):
-            try:
-                yield bytes(text), shard_of(parsed_entry(text), known, files)
-            except (InvalidField, DatasetError) as error:
-                raise invalid_index(f"{self._where}: shard {number}", error) from None
+            yield bytes(text), read_entry(text, f"{self._where}: shard {number}", known, files)
 
 
-class JoinedIndex:
-    """Index that is being made from entries, in the order in which they are added."""
+def joined_index(entries: Sequence[bytes], notes: Mapping[str, Any] | None = None) -> bytes:
+    return index_begin(notes) + b", ".join(entries) + INDEX_END
 
-    def __init__(self) -> None:
-        self._entries: list[bytes] = []
 
-    def add(self, text: bytes) -> None:
-        self._entries.append(text)
-
-    def add_shard(self, shard: Shard) -> None:
-        self.add(entry_text(shard))
-
-    def written(self, notes: Mapping[str, Any] | None = None) -> bytes:
-        return index_begin(notes) + b", ".join(self._entries) + INDEX_END
-
-    def shards(self) -> Sequence[Shard]:
-        """Return the shards so far: a list, or for many a sequence that makes each when it is used."""
-        table = ShardTable.of(self.written(), "the index")
-        return table[:] if len(table) < LISTED else table
+def shards_in(entries: Sequence[bytes]) -> Sequence[Shard]:
+    """Return the shards of entries: a list, or for many a sequence that makes each when it is used."""
+    table = ShardTable.of(joined_index(entries), "the index")
+    return table[:] if len(table) < LISTED else table

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import xxhash
 
 from penstock.data.cache.cache_state import STATE
-from penstock.data.cache.file_locks import take
+from penstock.data.cache.file_locks import take_within
 from penstock.data.cache.index_watch import digest_of
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.descriptors import Descriptor
@@ -29,7 +28,6 @@ LARGE_INDEX = 4 << 20
 """Bytes of an index from which its text does not stay in memory: about 10,000 shards."""
 HUGE_INDEX = 16 << 20
 """Bytes of an index (40,000 shards) from which columns are stored: to load takes 5 ms, to read half a second."""
-LONGEST_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -37,20 +35,18 @@ class ColumnsPlace:
     root: Path
     folder: str
     """Path of the folder, relative to `root`."""
-    group: int | None
-    """Unix group whose members share the folder; None: this user alone."""
     timeout_s: float
     """Seconds to wait while another process makes the file."""
 
     @staticmethod
     def of(cache: ShardCache) -> ColumnsPlace:
         if not cache.in_place:
-            return ColumnsPlace(cache.folder, STATE, cache.group, cache.timeout_s)
+            return ColumnsPlace(cache.folder, STATE, cache.timeout_s)
         try:
             home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         except RuntimeError:  # a user without a home folder
             home = os.devnull
-        return ColumnsPlace(Path(home).absolute(), "penstock/indexes", None, cache.timeout_s)
+        return ColumnsPlace(Path(home).absolute(), "penstock/indexes", cache.timeout_s)
 
 
 def open_index(path: Path, index: Descriptor, where: str, place: ColumnsPlace) -> tuple[ShardTable, str]:
@@ -107,7 +103,7 @@ class _StoredColumns:
         try:
             with parent_of(self._place.root, self._name) as (folder, name):
                 file = Descriptor(name, folder=folder)
-            if is_ours(os.fstat(file.fileno()), self._place.group):
+            if is_ours(os.fstat(file.fileno())):
                 saved = np.load(f"/proc/self/fd/{file.fileno()}", mmap_mode="r", allow_pickle=False)
                 return ShardTable.loaded(saved, index, where)
         except (OSError, EOFError, ValueError, TypeError, LookupError):
@@ -132,15 +128,12 @@ class _StoredColumns:
 
     @contextlib.contextmanager
     def _locked(self, where: str) -> Iterator[None]:
-        until, pause = time.monotonic() + self._place.timeout_s, 0.001
-        while (lock := take(str(self._place.root), f"{self._name}.lock", shared=False)) is None:
-            if time.monotonic() >= until:
-                raise ShardUnavailableError(
-                    f"{where}: another process has held {self._place.root}/{self._name}.lock for "
-                    f"{self._place.timeout_s:g} s. End it, or raise timeout_s"
-                )
-            time.sleep(pause)
-            pause = min(LONGEST_PAUSE_S, 2 * pause)
+        lock = take_within(str(self._place.root), f"{self._name}.lock", self._place.timeout_s)
+        if lock is None:
+            raise ShardUnavailableError(
+                f"{where}: another process has held {self._place.root}/{self._name}.lock for "
+                f"{self._place.timeout_s:g} s. End it, or raise timeout_s"
+            )
         try:
             yield
         finally:
@@ -153,10 +146,6 @@ class _StoredColumns:
             temporary = f"{name}!new"
             columns = Descriptor(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600, folder=folder)
             try:
-                if self._place.group is not None:
-                    with contextlib.suppress(PermissionError):  # another member's file
-                        os.fchown(columns.fileno(), -1, self._place.group)
-                        os.fchmod(columns.fileno(), 0o660)
                 with open(columns.fileno(), "r+b", closefd=False) as file:
                     np.save(file, table.saved())
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)

@@ -1,9 +1,9 @@
 """Table of an index's shards: columns (arrays with a number for each shard or unit), and the shards themselves, each
 made when it is used, because a million Shard objects would take gigabytes.
 
-msgspec parses the fields that the columns need. An entry with any other field, or a wrong one, is read by
-`index.shard_of`, which names what is wrong. The columns keep where each entry lies in the index and its digest, so
-names of files are never taken from stored columns.
+msgspec parses the fields that the columns need. Of entries alike but for names, digests and numbers one is checked by
+`index.shard_of`, and so is each with an unusual field or a wrong one, which it names. The columns keep where each entry
+lies in the index and its digest, so names of files are never taken from stored columns.
 
 A *unit* decides the order and is read as a whole: a block of a file (such as a row group), or a shard without blocks. A
 *part* can be fetched without the rest of its file: a block, or else a *span* of samples (see Shard.spans).
@@ -16,7 +16,7 @@ import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal, overload
+from typing import Any, overload
 
 import msgspec
 import numpy as np
@@ -28,14 +28,13 @@ from penstock.data.formats.fields import InvalidField
 from penstock.data.formats.file_ranges import are_large_parts
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.index import (
-    MAX_NUMBER,
+    Entry,
+    EntryFile,
     check_name,
     check_size,
     entries_of,
-    invalid_index,
-    parsed_entry,
     parts_of,
-    ranges_of,
+    read_entry,
     shard_of,
     write_index,
 )
@@ -55,80 +54,35 @@ AT_ONCE = 10_000
 
 _COLUMNS = ("sizes", "starts", "begins", "lengths", "checks", "flags", "counts", "part_sizes", "part_counts")
 _HEAD = len(_COLUMNS) + 1
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 
-
-class _File(msgspec.Struct, gc=False):
-    basename: str
-    bytes: _Count
-    hashes: dict[str, str] | None = None
-
-
-_Files = tuple[tuple[_File, _File | None], ...]
+_Files = tuple[tuple[EntryFile, EntryFile | None], ...]
 """Raw and packed form of each file of a shard."""
 
 
-class _Entry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    """Entry of a shard with the usual fields and settings. The settings are not parsed."""
-
-    version: Literal[2]
-    format: str
-    samples: _Count
-    raw_data: _File
-    compression: str | None = None
-    raw_meta: _File | None = None
-    zip_data: _File | None = None
-    zip_meta: _File | None = None
-    blocks: list[int] | None = None
-    decoded_bytes: _Count = 0
-    spans: list[int] | None = None
-    ranges: list[int] = []
-    column_names: msgspec.Raw = msgspec.Raw()
-    column_encodings: msgspec.Raw = msgspec.Raw()
-    column_sizes: msgspec.Raw = msgspec.Raw()
-    columns: msgspec.Raw = msgspec.Raw()
-    newline: msgspec.Raw = msgspec.Raw()
-    separator: msgspec.Raw = msgspec.Raw()
-    records: msgspec.Raw = msgspec.Raw()
-    splits: msgspec.Raw = msgspec.Raw()
-    fields: msgspec.Raw = msgspec.Raw()
-    size_limit: msgspec.Raw = msgspec.Raw()
-    hashes: msgspec.Raw = msgspec.Raw()
-
-    def kind(self) -> tuple[object, ...]:
-        """Return all that the checks of `shard_of` depend on, except names, digests and numbers."""
-        absent = self.raw_meta is None, self.zip_data is None, self.zip_meta is None
-        columns = bytes(self.column_names), bytes(self.column_encodings), bytes(self.column_sizes), bytes(self.columns)
-        others = bytes(self.newline), bytes(self.separator), bytes(self.records), bytes(self.splits), bytes(self.fields)
-        parts = bool(self.blocks), bool(self.spans), bool(self.ranges)
-        return self.format, self.compression, absent, columns, others, parts
-
-    def files(self) -> _Files:
-        data = self.raw_data, self.zip_data
-        if self.raw_meta is None or len(FORMATS[self.format].file_kinds) == 1:
-            return (data,)
-        return data, (self.raw_meta, self.zip_meta)
+class _UsualEntry(Entry, gc=False, forbid_unknown_fields=True):
+    """Entry with the usual fields and settings alone."""
 
 
-def _entry_of(shard: Shard) -> _Entry:
-    def stored(file: StoredFile | None) -> dict[str, Any] | None:
-        return None if file is None else {"basename": file.name, "bytes": file.size, "hashes": dict(file.hashes)}
+def _kind_of(entry: Entry) -> tuple[object, ...]:
+    """Return all that the checks of `shard_of` depend on, except names, digests and numbers."""
+    absent = entry.version, entry.raw_meta is None, entry.zip_data is None, entry.zip_meta is None
+    columns = entry.column_names, entry.column_encodings, entry.column_sizes, entry.columns
+    others = entry.newline, entry.separator, entry.records, entry.splits, entry.fields
+    parts = bool(entry.blocks), bool(entry.spans), bool(entry.ranges)
+    return entry.format, entry.compression, absent, *map(bytes, (*columns, *others)), parts
 
-    files = {
-        f"{form}_{part}": stored(each)
-        for part, file in zip(("data", "meta"), shard.files, strict=False)
-        for form, each in (("raw", file.raw), ("zip", file.packed))
-    }
-    parts = {"blocks": [*shard.blocks] or None, "spans": [*shard.spans] or None, "ranges": [*shard.ranges]}
-    numbers = {"version": 2, "samples": shard.samples, "decoded_bytes": shard.decoded_bytes}
-    return msgspec.convert({"format": shard.format, **numbers, **files, **parts}, _Entry)
+
+def _files_of(entry: Entry) -> _Files:
+    data = entry.raw_data, entry.zip_data
+    if entry.raw_meta is None or len(FORMATS[entry.format].file_kinds) == 1:
+        return (data,)
+    return data, (entry.raw_meta, entry.zip_meta)
 
 
 _is_usual_name = re.compile(r"(?:[\w-][\w.=-]{0,99}/){0,20}(?!index)[\w-][\w.=-]{0,99}", re.ASCII).fullmatch
 """True for most names that `check_name` accepts, and for no other."""
-_usual_entry = msgspec.json.Decoder(_Entry).decode
+_usual_entry = msgspec.json.Decoder(_UsualEntry).decode
 
 
 @dataclass
@@ -196,7 +150,7 @@ class ShardTable(Sequence[Shard]):
                 begin += len(entry)
         files: dict[str, StoredFile] = {}
         for number in columns.owners_of_equal_names():
-            _read(number, entries[number], where, files)
+            read_entry(entries[number], f"{where}: shard {number}", {}, files)
         fingerprint = xxhash.xxh3_128(f"stream of {len(entries)}\n".encode() + "".join(columns.lines).encode())
         return ShardTable(text or data, where, columns.facts, fingerprint.hexdigest(), columns.arrays())
 
@@ -225,7 +179,7 @@ class ShardTable(Sequence[Shard]):
                 raise DatasetError(
                     f"{self._where} was written again since the dataset was opened. Open the dataset again"
                 )
-            shard = shard_of(parsed_entry(entry), self._known, {})
+            shard = shard_of(entry, self._known, {})
             kept = self._kept
             if len(kept) >= KEPT:  # a new dict, because other threads may read the old one
                 kept = self._kept = {}
@@ -253,13 +207,6 @@ class ShardTable(Sequence[Shard]):
         return ShardTable(text, where, facts, known["fingerprint"], dict(zip(_COLUMNS, columns, strict=True)))
 
 
-def _read(number: int, text: msgspec.Raw, where: str, files: dict[str, StoredFile]) -> Shard:
-    try:
-        return shard_of(parsed_entry(text), {}, files)
-    except (InvalidField, DatasetError) as error:
-        raise invalid_index(f"{where}: shard {number}", error) from None
-
-
 class _Columns:
     def __init__(self, where: str) -> None:
         self.facts = Facts()
@@ -274,14 +221,13 @@ class _Columns:
     def add(self, first: int, texts: Sequence[msgspec.Raw]) -> None:
         """Add the entries of the shards from number `first` on. Raises DatasetError if one is invalid."""
         try:
-            entries = list(map(_usual_entry, texts))
+            entries: list[Entry] = list(map(_usual_entry, texts))
             self._check(entries, texts)
         except (msgspec.DecodeError, InvalidField, DatasetError):  # an unusual field, or a wrong one
-            shards = [_read(number, text, self._where, {}) for number, text in enumerate(texts, first)]
-            entries = list(map(_entry_of, shards))
-            for shard in shards:
-                self._note(shard)
-        files = [entry.files() for entry in entries]
+            for number, text in enumerate(texts, first):
+                self._note(read_entry(text, f"{self._where}: shard {number}", {}, {}))
+            entries = [msgspec.json.decode(text, type=Entry) for text in texts]
+        files = [_files_of(entry) for entry in entries]
         names = [[file.basename for forms in pairs for file in forms if file is not None] for pairs in files]
         blocks = [entry.blocks or (entry.samples,) for entry in entries]
         parts = [entry.blocks or entry.spans or (entry.samples,) for entry in entries]
@@ -293,7 +239,7 @@ class _Columns:
             lengths=list(map(len, texts)),
             checks=list(map(_check, texts)),
             flags=[
-                RANGES * (entry.ranges != [] and _has_ranges(entry)) | HASHED * any(raw.hashes for raw, _ in pairs)
+                RANGES * (bool(entry.ranges) and _has_ranges(entry)) | HASHED * any(raw.hashes for raw, _ in pairs)
                 for entry, pairs in zip(entries, files, strict=True)
             ],
             names=[hash(name) for each in names for name in each],
@@ -306,18 +252,16 @@ class _Columns:
             if entry.blocks:  # the order depends on them
                 self.lines.append(f"blocks {tuple(entry.blocks)} of {entry.decoded_bytes} bytes\n")
 
-    def _check(self, entries: Sequence[_Entry], texts: Sequence[msgspec.Raw]) -> None:
+    def _check(self, entries: Sequence[Entry], texts: Sequence[msgspec.Raw]) -> None:
         """Raise InvalidField or DatasetError if `shard_of` would refuse one of these entries."""
         for entry, text in zip(entries, texts, strict=True):
-            kind = entry.kind()
+            kind = _kind_of(entry)
             if kind not in self._kinds:
-                self._note(shard_of(parsed_entry(text), {}, {}))
+                self._note(shard_of(text, {}, {}))
                 self._kinds.add(kind)
             if entry.blocks or entry.spans:
-                parts_of(entry.blocks, "blocks", entry.samples)
-                parts_of(entry.spans, "spans", entry.samples)
-                ranges_of(entry.ranges, len(entry.blocks or entry.spans or ()), entry.raw_data.bytes)
-        pairs = [pair for entry in entries for pair in entry.files()]
+                parts_of(entry)
+        pairs = [pair for entry in entries for pair in _files_of(entry)]
         smallest = min(FORMATS[name].max_bytes for name in self.facts.formats)
         check_size("bytes", max(raw.bytes for raw, _ in pairs), smallest)
         files = [file for pair in pairs for file in pair if file is not None]
@@ -337,7 +281,7 @@ class _Columns:
         for name, values in columns.items():
             self._columns[name].append(np.asarray(values, np.int64))
 
-    def _add_facts(self, entries: Sequence[_Entry], files: Sequence[_Files]) -> None:
+    def _add_facts(self, entries: Sequence[Entry], files: Sequence[_Files]) -> None:
         facts, sized = self.facts, [entry for entry in entries if entry.decoded_bytes]
         facts.shards += len(entries)
         facts.units += sum(len(entry.blocks) if entry.blocks else 1 for entry in entries)
@@ -364,7 +308,7 @@ class _Columns:
         return {name: self._array(name) for name in _COLUMNS}
 
 
-def _has_ranges(entry: _Entry) -> bool:
+def _has_ranges(entry: Entry) -> bool:
     """Return the same as `file_ranges.has_ranges` for the entry's shard."""
     packed = entry.zip_data is not None or entry.zip_meta is not None
     return not packed and are_large_parts(len(entry.blocks or entry.spans or ()), entry.raw_data.bytes)

@@ -83,11 +83,17 @@ def index_folder(
         raise DatasetError(f"{root} must be a folder with a dataset's files, got no folder. Correct the path")
     splits = saved_splits(root) if format in (None, "arrow") else None
     if splits is not None:
-        below = {split: None if out is None else Path(out) / split for split in splits}
-        return join_indexes(
-            [(split, index_folder(root / split, "arrow", out=below[split], ranges=ranges)) for split in splits]
-        )
+        return _index_splits(splits, str(root), out, ranges=ranges)
     return _index_local(root, format, root if out is None else Path(out).absolute(), ranges)
+
+
+def _index_splits(
+    splits: Sequence[str], address: str, out: str | os.PathLike[str] | None, **options: Any
+) -> list[Shard]:
+    below = {split: None if out is None else Path(out) / split for split in splits}
+    return join_indexes(
+        (split, index_folder(joined(address, split), "arrow", out=below[split], **options)) for split in splits
+    )
 
 
 def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> list[Shard]:
@@ -126,13 +132,7 @@ def _index_remote(
         stand_in.fill()
         splits = saved_splits(root) if format in (None, "arrow") else None
         if splits is not None:
-            below = {split: None if out is None else Path(out) / split for split in splits}
-            return join_indexes(
-                [
-                    (split, index_folder(joined(remote.address, split), "arrow", out=below[split], **options))
-                    for split in splits
-                ]
-            )
+            return _index_splits(splits, remote.address, out, **options)
         name, named = _found(root, format, remote.url)
         if name == PARQUET:
             return index_parquet(remote.address, out=out, **options)

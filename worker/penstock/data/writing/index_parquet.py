@@ -82,8 +82,9 @@ def index_parquet(
         return shards
     try:
         with ThreadPoolExecutor(REMOTE_THREADS) as threads:
-            tails = list(threads.map(lambda name: _remote_tail(remote, name, timeout_s), names))
-        shards = shards_of_tails((name, partial(_read_before, tail)) for name, tail in zip(names, tails, strict=True))
+            read = threads.map(lambda name: _remote_tail(remote, name, timeout_s), names)
+            tails = dict(zip(names, read, strict=True))
+        shards = shards_of_tails((name, partial(tails.__getitem__, name)) for name in names)
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         if out is None:
             remote.write(INDEX, write_index(shards), deadline_s=timeout_s)
@@ -138,10 +139,6 @@ def _expression(pattern: str) -> str:
         kinds.get(part) or (part.replace("[!", "[^") if part.startswith("[") and len(part) > 2 else re.escape(part))
         for part in parts
     )
-
-
-def _read_before(tail: Tail) -> Tail:
-    return tail
 
 
 def _remote_tail(remote: RemoteFolder, name: str, timeout_s: float) -> Tail:

@@ -8,9 +8,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from penstock.data.arguments import truth
-from penstock.data.formats.index import INDEX, shard_below
+from penstock.data.formats.index import INDEX, entry_text, shard_below
 from penstock.data.formats.shards import Shard
-from penstock.data.indexes.joined_index import GivenIndex, JoinedIndex
+from penstock.data.indexes.joined_index import GivenIndex, joined_index, shards_in
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.publish import check_no_versions, publish
 from penstock.data.writing.uploads import local_folder, writable_remote
@@ -58,11 +58,12 @@ def merge_index(
         below = _all_below(remote, timeout_s) if parts is None else [_below(text, os.fspath(part)) for part in parts]
         if not below:
             raise DatasetError(f"{remote.url} must have at least one folder with an {INDEX} below it, got none")
-        made = JoinedIndex()
-        for name in below:
-            for _, shard in GivenIndex(remote, f"{name}/{INDEX}", timeout_s).entries():
-                made.add_shard(shard_below(name, shard))
-        index, shards = made.written(), made.shards()
+        made = [
+            entry_text(shard_below(name, shard))
+            for name in below
+            for _, shard in GivenIndex(remote, f"{name}/{INDEX}", timeout_s).entries()
+        ]
+        index, shards = joined_index(made), shards_in(made)
         if append:
             _, shards = publish(remote, shards, timeout_s=timeout_s)
             index = GivenIndex(remote, INDEX, timeout_s).data if local is not None else b""

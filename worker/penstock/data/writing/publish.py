@@ -7,27 +7,25 @@ its index and shards. Publishing the same shards again changes nothing.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.data.cache.dataset_versions import version_of
-from penstock.data.cache.file_locks import take
+from penstock.data.cache.file_locks import take_within
 from penstock.data.formats.index import (
     INDEX,
     PRECEDED_NOTE,
     VERSION_NOTE,
+    entry_text,
     version_index,
 )
 from penstock.data.formats.shards import Shard
-from penstock.data.indexes.joined_index import GivenIndex, JoinedIndex
+from penstock.data.indexes.joined_index import GivenIndex, joined_index, shards_in
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError
 
 LOCK = ".penstock-publishing"
 """File in a local dataset's folder that is locked while a version is published."""
-LOOK_S = 0.01
-"""Seconds between two attempts to acquire this lock."""
 _COLUMNS = ("column_names", "column_encodings", "columns")
 
 
@@ -43,33 +41,32 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
     Raises DatasetError if the columns are not those of the dataset, ShardUnavailableError.
     """
     with _sole_publisher(remote, timeout_s):
-        made, given = JoinedIndex(), newest_index(remote, timeout_s=timeout_s)
+        made, given = list[bytes](), newest_index(remote, timeout_s=timeout_s)
         notes = {} if given is None else given.notes
         before, new = version_of(notes), {shard.name: shard for shard in added}
         first: Shard | None = None
         for text, shard in given.entries() if given else ():
             first = first or shard
             new.pop(shard.name, None)
-            made.add(text)
+            made.append(text)
         check_columns(remote.url, first, new.values())
 
         def write(name: str, notes: dict[str, Any]) -> None:
-            remote.write(name, made.written(notes), deadline_s=timeout_s)
+            remote.write(name, joined_index(made, notes), deadline_s=timeout_s)
 
         number = before or 0
         if given is not None and before is None:
             number = 1
             write(version_index(1), {**notes, VERSION_NOTE: 1, PRECEDED_NOTE: given.digest})
         if new or given is None:
-            for shard in new.values():
-                made.add_shard(shard)
+            made += map(entry_text, new.values())
             names, number = set(remote.names(deadline_s=timeout_s)), number + 1
             while version_index(number) in names:  # a process was killed before it published this one
                 number += 1
             write(version_index(number), {VERSION_NOTE: number})
         if before is None or new:
             write(INDEX, {VERSION_NOTE: number})
-        return number, made.shards()
+        return number, shards_in(made)
 
 
 def newest_index(remote: RemoteFolder, *, timeout_s: float) -> GivenIndex | None:
@@ -106,13 +103,9 @@ def _sole_publisher(remote: RemoteFolder, timeout_s: float) -> Iterator[None]:
         yield
         return
     remote.local.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + timeout_s
-    while (lock := take(str(remote.local), LOCK, shared=False)) is None:
-        if time.monotonic() > until:
-            raise DatasetError(
-                f"{remote.url}: another process has held {LOCK} for {timeout_s:g} s. Wait for it, or end it"
-            )
-        time.sleep(LOOK_S)
+    lock = take_within(str(remote.local), LOCK, timeout_s)
+    if lock is None:
+        raise DatasetError(f"{remote.url}: another process has held {LOCK} for {timeout_s:g} s. Wait for it, or end it")
     try:
         yield
     finally:

@@ -21,7 +21,8 @@ class _TextWriter(Writer):
         self,
         out: Out,
         columns: Mapping[str, str],
-        newline: str,
+        *,
+        newline: str = "\n",
         **settings: Unpack[WriterSettings],
     ) -> None:
         for name, encoding in columns.items():
@@ -54,16 +55,6 @@ class JSONWriter(_TextWriter):
     """Writer of a dataset of JSON lines, one line for each sample. `columns`: name -> "str", "int" or "float"."""
 
     format = "json"
-
-    def __init__(
-        self,
-        out: Out,
-        columns: Mapping[str, str],
-        *,
-        newline: str = "\n",
-        **settings: Unpack[WriterSettings],
-    ) -> None:
-        super().__init__(out, columns, newline, **settings)
 
     def _settings(self) -> dict[str, Any]:
         return {"columns": self.columns, "newline": self.newline}
@@ -99,7 +90,7 @@ class XSVWriter(_TextWriter):
                 raise InvalidArgumentError(
                     f"{out}: column {name!r}: the name must not contain the separator or the newline. Rename the column"
                 )
-        super().__init__(out, ordered, newline, **settings)
+        super().__init__(out, ordered, newline=newline, **settings)
         self._header = (separator.join(ordered) + newline).encode()
         self.remedy_of = lambda name: REMEDY
         self._most -= len(self._header)  # the size limit does not count the header

@@ -4,7 +4,7 @@ dataset, so it is removed first when one is replaced, and what an error or a kil
 from __future__ import annotations
 
 import re
-import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +14,6 @@ from penstock.data.formats.index import INDEX
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.publish import check_no_versions
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -44,16 +43,11 @@ def not_empty(where: str | Path) -> DatasetError:
 class Uploads:
     """Threads that upload the files of one dataset. `send` blocks while two files per thread are pending."""
 
-    def __init__(
-        self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float, progress: bool = False
-    ) -> None:
+    def __init__(self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float) -> None:
         """Start the threads. `keep_local` False: remove local files after upload; `timeout_s`: for each file."""
         self._remote, self._keep_local, self._timeout_s = remote, keep_local, timeout_s
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload")
-        self._free = threading.Semaphore(2 * threads)
-        self._sent: list[Future[None]] = []
-        self._progress, self._counting = Progress(FILES_S) if progress else None, threading.Lock()
-        self._files = self._bytes = 0
+        self._threads, self._most = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload"), 2 * threads
+        self._sent: deque[Future[None]] = deque()
 
     def clear(self, is_shard: Callable[[str], Any], *, exist_ok: bool) -> None:
         """Remove the dataset in the remote folder. Raise DatasetError if it has versions, and without `exist_ok` if
@@ -68,31 +62,14 @@ class Uploads:
 
     def send(self, path: Path) -> None:
         """Upload a complete file in a thread. Raise the error of an earlier upload that failed."""
-        self._free.acquire()
-        for future in self._sent:
-            if future.done():
-                future.result()
-        self._sent = [future for future in self._sent if not future.done()]
+        while self._sent and (self._sent[0].done() or len(self._sent) >= self._most):
+            self._sent.popleft().result()
         self._sent.append(self._threads.submit(self._send, path))
 
     def _send(self, path: Path) -> None:
-        try:
-            size = path.stat().st_size
-            self._remote.upload(path.name, path, deadline_s=self._timeout_s)
-            self._count(size)
-            if not self._keep_local:
-                path.unlink()
-        finally:
-            self._free.release()
-
-    def _count(self, size: int) -> None:
-        with self._counting:
-            self._files, self._bytes = self._files + 1, self._bytes + size
-            if self._progress:
-                self._progress.update(self._uploaded())
-
-    def _uploaded(self) -> str:
-        return f"{self._remote.url}: uploaded {self._files} files, {self._bytes} bytes"
+        self._remote.upload(path.name, path, deadline_s=self._timeout_s)
+        if not self._keep_local:
+            path.unlink()
 
     def wait(self) -> None:
         for future in self._sent:
@@ -102,9 +79,6 @@ class Uploads:
         """Wait for all uploads, then write the index. Raise ShardUnavailableError if a file cannot be uploaded."""
         self.wait()
         self._remote.write(INDEX, index, deadline_s=self._timeout_s)
-        if self._progress:
-            self._progress.show(self._uploaded())
-            self._progress.finish()
 
     def close(self) -> None:
         """End the threads. Files that are still waiting are not uploaded."""

@@ -62,8 +62,6 @@ class WriterSettings(TypedDict, total=False):
     """Keyword arguments for fsspec's filesystem of the remote: keys, endpoint."""
     upload_threads: int
     """Number of files that are uploaded at the same time."""
-    progress: bool
-    """True to print the progress of uploads on standard error."""
     timeout_s: float
     """Seconds for each request to the remote, such as the upload of a file, with retries of temporary failures."""
 
@@ -91,10 +89,9 @@ class Writer(ABC):
         keep_local: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         upload_threads: int = 4,
-        progress: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        flags = {"exist_ok": exist_ok, "append": append, "keep_local": keep_local, "progress": progress}
+        flags = {"exist_ok": exist_ok, "append": append, "keep_local": keep_local}
         for name, value in flags.items():
             truth(name, value)
         self.out, remote = _destination(out, storage_options)
@@ -102,7 +99,6 @@ class Writer(ABC):
         self._whole: RemoteFolder | None = None
         """Folder of the dataset to which the samples are appended; None without append=True."""
         self._below, self._timeout_s = "", timeout_s
-        self._before: frozenset[str] = frozenset()
         if append:
             self._whole = remote or RemoteFolder(self.out)
             self._below = f"appended-{os.urandom(4).hex()}"
@@ -135,24 +131,15 @@ class Writer(ABC):
         self._shard_bytes = self._sample_bytes = self._bytes = 0
         self._most = MAX_BYTES
         self._keeps, self._temporary = keep_local, remote is not None and not isinstance(out, tuple | list)
-        if keep_local and (remote is None or self._temporary):
-            raise InvalidArgumentError(
-                "keep_local=True needs out=(local folder, remote), got "
-                + (
-                    "only a local folder, which keeps its files anyway. Leave keep_local out"
-                    if remote is None
-                    else "only a remote. Pass a local folder for the files, too"
-                )
-            )
+        if keep_local and self._temporary:
+            raise InvalidArgumentError("keep_local=True needs out=(local folder, remote), got only a remote")
         threads = at_least_one("upload_threads", upload_threads)
         if self._whole is not None:
             self._check_appendable(self._whole)
         self._open_folder(exist_ok)
         self._uploads: Uploads | None = None
         if remote is not None:
-            self._uploads = Uploads(
-                remote, keep_local=keep_local, threads=threads, timeout_s=timeout_s, progress=progress
-            )
+            self._uploads = Uploads(remote, keep_local=keep_local, threads=threads, timeout_s=timeout_s)
             try:
                 self._uploads.clear(_SHARD_FILE.fullmatch, exist_ok=exist_ok)
             except BaseException:
@@ -208,21 +195,10 @@ class Writer(ABC):
         return self._shards
 
     def abandon(self) -> None:
-        """Stop without writing an index, as an error in the `with` block does. After `close` this does nothing."""
-        if self._whole is not None and not self._ended and not self._may_be_listed(self._whole):
-            shutil.rmtree(self.out, ignore_errors=True)
+        """Stop without writing an index, as an error in the `with` block does. What was written locally stays, and is
+        never read. After `close` this does nothing."""
         self._ended = True
         self._clean_up()
-
-    def _may_be_listed(self, whole: RemoteFolder) -> bool:
-        """Return True if an index may list the appended shards: a failed `publish` may have written some."""
-        if whole.local is None:
-            return False
-        try:
-            indexes = [path for path in whole.local.glob("index*.json") if path.name not in self._before - {INDEX}]
-            return any(self._below.encode() in path.read_bytes() for path in indexes)
-        except OSError:
-            return True
 
     def _clean_up(self) -> None:
         if self._uploads is None:
@@ -328,8 +304,7 @@ class Writer(ABC):
         first = None
         for _, shard in given.entries() if given else ():
             first = first or shard
-        self._before = frozenset(whole.names(deadline_s=self._timeout_s))
-        if given is None and self._before:
+        if given is None and whole.names(deadline_s=self._timeout_s):
             raise DatasetError(
                 f"{whole.url} must be empty or have an {INDEX} to append to, got other files. Give another folder"
             )
