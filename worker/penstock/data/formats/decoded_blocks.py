@@ -10,15 +10,10 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
 DECODED_BYTES = 256 << 20
 """Default of the most bytes of decoded blocks that a process keeps in memory."""
-
-
-class BlockOwner(Protocol):
-    def drop(self, block: int, /) -> None:
-        """Drop a block, if the reader still has it. Any thread may call this, so it must not wait for a lock."""
 
 
 class BlockMemory:
@@ -38,7 +33,7 @@ class BlockMemory:
         """Bytes by (reader, block), the least recently used block first."""
         self._released: OrderedDict[tuple[int, int], None] = OrderedDict()
         """Blocks that are not needed soon, by (reader, block). They are dropped before all others."""
-        self._owners: dict[int, weakref.ref[BlockOwner]] = {}
+        self._owners: dict[int, weakref.ref[Any]] = {}
         self._ended: deque[int] = deque()
         """Ended readers, whose blocks are forgotten later: a finalizer may run at any point, so it only appends."""
         self.nbytes = 0
@@ -47,7 +42,9 @@ class BlockMemory:
         if limit is not None:
             self.limit = max(self.limit, limit)
 
-    def add_owner(self, owner: BlockOwner) -> int:
+    def add_owner(self, owner: Any) -> int:
+        """`owner.drop(block)` drops a block, if the reader still has it. Any thread may call it: it must not wait for a
+        lock."""
         number, ended = next(self._numbers), self._ended
         with self._lock:
             self._owners[number] = weakref.ref(owner, lambda _: ended.append(number))

@@ -250,7 +250,11 @@ _PIL = _image(images.decode_raw, images.encode_raw, decode_file=images.raw_to_pn
 _JPEG = _image(images.decode_jpeg, images.encode_jpeg, images.decode_jpeg_array)
 _PNG = _image(images.decode_png, images.encode_png, images.decode_png_array)
 _JPEG_ARRAY = Encoding(
-    None, images.decode_files, images.encode_files, images.decode_file_arrays, images.file_list_decoder(as_bytes)
+    None,
+    images.file_list_decoder(images.decode_jpeg),
+    images.encode_files,
+    images.file_list_decoder(images.decode_jpeg_array),
+    images.file_list_decoder(as_bytes),
 )
 
 ENCODINGS: dict[str, Encoding] = {

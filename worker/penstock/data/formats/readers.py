@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.data.formats.columnar.reader import BlocksReader
 from penstock.data.formats.fields import unknown_columns
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.media.clips import ClipReader
-from penstock.data.formats.shards import DEFAULT_OPTIONS, ColumnReader, ReadOptions, Shard, ShardReader, rows_of
+from penstock.data.formats.shards import DEFAULT_OPTIONS, ReadOptions, Shard, ShardReader, rows_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 
@@ -17,15 +18,7 @@ def open_shard(
     """Return a reader of a shard's raw (decompressed) files, in the order of `shard.files`. `source`: their address,
     for errors. Raises ShardCorruptError if they differ from the index, and DatasetError for a column that may not be
     read (pickles) or does not exist, and for a package that is not installed."""
-    try:
-        reader = _reader(shard, paths, options)
-        if options.columns is not None:
-            reader = _projected(reader, options.columns)
-    except ShardCorruptError as error:
-        raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
-    if source:
-        reader.name = source
-    return ClipReader(reader, options.clips) if options.clips else reader
+    return _opened(lambda: _reader(shard, paths, options), options, source)
 
 
 def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
@@ -41,20 +34,25 @@ def open_part(
 ) -> ShardReader:
     """Return a reader of one part (block or span) of a shard, in a file of its own at `path` (file_ranges.py). `table`:
     as the format's `PartReading.read` returned it. Raises ShardCorruptError, and DatasetError as `open_shard` does."""
+    by_part = FORMATS[shard.format].by_part
+    assert by_part is not None
+    return _opened(lambda: by_part.open(shard, part, path, table, options), options, source, sum(shard.parts[:part]))
+
+
+def _opened(make: Callable[[], ShardReader], options: ReadOptions, source: str, first: int = 0) -> ShardReader:
+    """`first`: number in the shard of the reader's first sample."""
     try:
-        by_part = FORMATS[shard.format].by_part
-        assert by_part is not None
-        reader = by_part.open(shard, part, path, table, options)
+        reader = make()
         if options.columns is not None:
             reader = _projected(reader, options.columns)
     except ShardCorruptError as error:
-        raise ShardCorruptError(f"{source}: {error.message}") from error
-    reader.name = source
-    return ClipReader(reader, options.clips, sum(shard.parts[:part])) if options.clips else reader
+        raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
+    reader.name = source or reader.name
+    return ClipReader(reader, options.clips, first) if options.clips else reader
 
 
 def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:
-    if isinstance(reader, ColumnReader):
+    if isinstance(reader, BlocksReader):
         reader.select(columns)
         return reader
     return _Projected(reader, columns)

@@ -139,12 +139,6 @@ def columns_of_rows(reader: ShardReader, rows: Ints) -> Columns | None:
 
 
 @runtime_checkable
-class ColumnReader(Protocol):
-    def select(self, columns: Sequence[str]) -> None:
-        """Read only these columns from now on. Raises DatasetError if the shard lacks one."""
-
-
-@runtime_checkable
 class BlockReader(Protocol):
     def load(self, block: int) -> None:
         """Decode block number `block`, if it is not in memory. Raises what `__getitem__` raises."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock.data.arguments import whole
+from penstock.data.arguments import at_least_one
 from penstock.data.formats.shards import BlockReader, ShardReader, rows_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
@@ -32,28 +32,6 @@ column with these numbers; or a function (sample, number of frames or samples in
 
 class InvalidPositions(Exception):
     """Error: positions are not numbers, their column is missing, or the file does not have these frames or samples."""
-
-
-class Opened(Protocol):
-    def __len__(self) -> int:
-        """Return the number of frames of the video, or of samples of the sound."""
-
-    def read(self, positions: list[int]) -> torch.Tensor:
-        """Decode these frames, or the samples from the first to before the second number. Raises InvalidPositions, or
-        any exception for a damaged file."""
-
-
-class Clip(Protocol):
-    @property
-    def positions(self) -> Positions:
-        """Frames of the video, or samples of the sound, to decode; see `Positions`."""
-
-    @property
-    def draws(self) -> bool:
-        """True if decoding may draw random numbers, as RandomCrop does."""
-
-    def open(self, data: bytes) -> Opened:
-        """Open the bytes of a video's or sound's file. Raises any exception for a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +54,12 @@ class VideoClip:
     """torchcodec's transforms (Resize, CenterCrop, RandomCrop), applied in this order while frames are decoded."""
 
     @property
-    def positions(self) -> Positions:
-        return self.frames
-
-    @property
     def draws(self) -> bool:
+        """True if decoding may draw random numbers, as RandomCrop does."""
         return callable(self.frames) or any("Random" in type(each).__name__ for each in self.transforms)
 
-    def open(self, data: bytes) -> Opened:
+    def open(self, data: bytes) -> _Video:
+        """Open the bytes of a video's file. Raises any exception for a damaged one."""
         return _Video(_decoders().VideoDecoder(data, device="cpu", transforms=list(self.transforms) or None))
 
 
@@ -109,22 +85,20 @@ class AudioClip:
 
     def __post_init__(self) -> None:
         for name in ("sample_rate", "channels"):
-            value = getattr(self, name)
-            if value is not None and (whole(name, value) or 0) < 1:
-                raise InvalidArgumentError(
-                    f"{name} must be at least 1, got {value}. Leave it out to keep the file's value"
-                )
-
-    @property
-    def positions(self) -> Positions:
-        return self.samples
+            if getattr(self, name) is not None:
+                at_least_one(name, getattr(self, name))
 
     @property
     def draws(self) -> bool:
+        """True if decoding may draw random numbers."""
         return callable(self.samples)
 
-    def open(self, data: bytes) -> Opened:
+    def open(self, data: bytes) -> _Sound:
+        """Open the bytes of a sound's or video's file. Raises any exception for a damaged one."""
         return _Sound(data, {"sample_rate": self.sample_rate, "num_channels": self.channels})
+
+
+Clip = VideoClip | AudioClip
 
 
 class _Video:
@@ -135,6 +109,7 @@ class _Video:
         return len(self._decoder)
 
     def read(self, positions: list[int]) -> torch.Tensor:
+        """Decode these frames. Raises InvalidPositions, or any exception for a damaged file."""
         wrong = next((number for number in positions if not 0 <= number < len(self)), None)
         if wrong is not None:
             raise InvalidPositions(f"a frame's number must be at least 0 and below {len(self)}, got {wrong}")
@@ -158,6 +133,7 @@ class _Sound:
         return int(self._whole().shape[1])
 
     def read(self, positions: list[int]) -> torch.Tensor:
+        """Decode the samples from the first to before the second number. Raises as `_Video.read`."""
         if len(positions) != 2 or not 0 <= positions[0] < positions[1]:
             raise InvalidPositions(
                 f"positions of samples must be two numbers >= 0, the first below the second, got {positions}"
@@ -174,8 +150,9 @@ class _Sound:
         return clip
 
 
-def _chosen(positions: Positions, sample: Mapping[str, Any], opened: Opened) -> list[int]:
+def _chosen(clip: Clip, sample: Mapping[str, Any], opened: _Video | _Sound) -> list[int]:
     """Raises InvalidPositions, or what a user's function raises."""
+    positions = clip.frames if isinstance(clip, VideoClip) else clip.samples
     if callable(positions):
         found = positions(sample, len(opened))
     elif not isinstance(positions, str):
@@ -245,7 +222,7 @@ class ClipReader:
 
     def _clip(self, clip: Clip, opened: Any, sample: dict[str, Any], where: str) -> Any:
         try:
-            positions = _chosen(clip.positions, sample, opened)
+            positions = _chosen(clip, sample, opened)
         except InvalidPositions as error:
             raise _invalid(where, error) from error
         except Exception as error:

@@ -140,25 +140,17 @@ def raw_to_png(sample: bytes, begin: int, end: int) -> bytes:
     return _saved(image, "PNG" if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else "TIFF")
 
 
-def decode_files(sample: bytes, begin: int, end: int) -> list[Any]:
-    """Decode a value of the encoding "jpeg_array": [count: 4] [length: 4] * count [file] * count."""
-    return _not_empty(_decode_list(decode_jpeg, sample, begin, end))
-
-
-def decode_file_arrays(sample: bytes, begin: int, end: int) -> list[Any]:
-    """Decode a value of the encoding "jpeg_array" to a list of arrays."""
-    return _not_empty(_decode_list(decode_jpeg_array, sample, begin, end))
-
-
 def file_list_decoder(decode: Decode) -> Decode:
-    """Return the decoder of the encoding "jpeg_array". `decode`: of one file."""
-    return lambda sample, begin, end: _not_empty(_decode_list(decode, sample, begin, end))
+    """Return the decoder of the encoding "jpeg_array": [count: 4] [length: 4] * count [file] * count. `decode`: of one
+    file."""
 
+    def decoder(sample: bytes, begin: int, end: int) -> list[Any]:
+        images = _decode_list(decode, sample, begin, end)
+        if not images:
+            raise ValueError("an array of images must not be empty")
+        return images
 
-def _not_empty(images: list[Any]) -> list[Any]:
-    if not images:
-        raise ValueError("an array of images must not be empty")
-    return images
+    return decoder
 
 
 def encode_files(value: Any) -> bytes:
@@ -169,7 +161,7 @@ def encode_files(value: Any) -> bytes:
 
 
 def list_decoder(decode: Decode) -> Decode:
-    """Return the decoder of "list[...]": four unused bytes, then the layout of `decode_files`."""
+    """Return the decoder of "list[...]": four unused bytes, then the layout of `file_list_decoder`."""
 
     def decoder(sample: bytes, begin: int, end: int) -> list[Any]:
         return _decode_list(decode, sample, begin + 4, end)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import check_same_columns, check_unique
@@ -31,14 +31,10 @@ def pyarrow_parquet() -> Any:
         raise DatasetError("Parquet files need the package pyarrow. Run pip install 'penstock[parquet]'") from error
 
 
-def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]:
-    """Return a shard for each (path relative to the dataset's folder, source of the footer). All files must have
-    columns of the same names, because a loader makes batches of rows from any of them. Raises DatasetError."""
-
-    return shards_of_tails(
-        (name, partial(_local_tail, source) if isinstance(source, Path) else partial(_opened_tail, source))
-        for name, source in files
-    )
+def parquet_shards(files: Iterable[tuple[str, Path]]) -> list[Shard]:
+    """Return a shard for each (path relative to the dataset's folder, file). All files must have columns of the same
+    names, because a loader makes batches of rows from any of them. Raises DatasetError."""
+    return shards_of_tails((name, partial(_local_tail, path)) for name, path in files)
 
 
 def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Shard]:
@@ -125,11 +121,3 @@ def _ranges_of(groups: Sequence[RowGroup], footer: int) -> tuple[int, ...]:
 def _local_tail(path: Path) -> Tail:
     opened = Descriptor(path)  # a plain file, so that nothing waits for a pipe or a device
     return tail_of(opened), os.fstat(opened.fileno()).st_size
-
-
-def _opened_tail(source: IO[bytes]) -> Tail:
-    size = source.seek(0, os.SEEK_END)
-    source.seek(max(0, size - 8))
-    length = footer_length(source.read(8), size)
-    source.seek(size - length)
-    return source.read(length), size

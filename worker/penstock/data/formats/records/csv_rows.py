@@ -22,10 +22,6 @@ LONGEST_VALUE = 1 << 30
 """Most characters in a value. The default of Python's module csv is 131,072."""
 
 
-LONE_RETURN = "new-line character seen in unquoted field"
-"""Beginning of the module csv's error for a carriage return without a line feed."""
-
-
 class CSVRowsReader(RecordFile):
     def __init__(self, shard: Shard, *paths: Any) -> None:
         super().__init__(shard, *paths)
@@ -108,11 +104,6 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
                 )
             offsets.append(consumed)
     except (csv.Error, UnicodeDecodeError) as error:
-        if LONE_RETURN in str(error):
-            raise ShardCorruptError(
-                f"{name}: line {line} must end with a line feed, got a carriage return alone, as in files of old Macs. "
-                "Convert the file (tr '\\r' '\\n'), or quote the value if the carriage return belongs to it"
-            ) from error
         raise ShardCorruptError(f"{name}: line {line} must be CSV in UTF-8: {error}. Correct the file") from error
     finally:
         source.close()  # closes the file, too: an error keeps the generator that reads it alive
