@@ -138,7 +138,7 @@ def test_each_part_is_taken_once() -> None:
     """By processes that read from one position."""
     records = range(100_000)
     with contextlib.ExitStack() as stack:
-        jobs = job_processes.shared_file(stack, b"".join(map(job_processes.JOB.pack, records)))
+        jobs = stack.enter_context(job_processes.shared_file(b"".join(map(job_processes.JOB.pack, records))))
         taken = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
 
         def take(into: Any) -> None:

@@ -41,7 +41,8 @@ def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> 
     """Let `count` processes of the module `program`, which calls `serve_jobs`, do jobs; yield each job's report. If one
     fails, let the others finish the jobs that they have begun, then raise the error of the first that failed."""
     with contextlib.ExitStack() as stack:
-        plan_file, jobs_file = (shared_file(stack, text) for text in (plan, b"".join(map(JOB.pack, jobs))))
+        texts = plan, b"".join(map(JOB.pack, jobs))
+        plan_file, jobs_file = (stack.enter_context(shared_file(text)) for text in texts)
         children: dict[LinePipe, Spawned] = {}
         for _ in range(count):
             pipe = LinePipe()
@@ -105,13 +106,14 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def shared_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """Return the descriptor of a file, which `stack` closes. Processes that inherit it share its position, so each
-    record is read by one of them: the kernel locks the position during a read, for a file on a disk."""
-    file = stack.enter_context(tempfile.TemporaryFile())
-    file.write(content)
-    file.seek(0)
-    return file.fileno()
+@contextlib.contextmanager
+def shared_file(content: bytes) -> Iterator[int]:
+    """Yield the descriptor of a file. Processes that inherit it share its position, so each record is read by one of
+    them: the kernel locks the position during a read, for a file on a disk."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()
 
 
 def _error_of(said: Mapping[str, Any]) -> PenstockError:
