@@ -12,7 +12,7 @@ from fake_cluster import FakeCluster
 from penstock.appliance.core.gauges import HALF_S, BoxWaits
 from penstock.appliance.core.recent_events import MOST, RecentEvents
 from penstock.appliance.core.request_checks import check_progress
-from penstock.appliance.server.dashboard import ShareSeries
+from penstock.appliance.server.dashboard import source_counts
 from penstock.appliance.server.recent_queries import RecentQueries
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -103,36 +103,29 @@ def test_what_ended_a_fetch_is_told() -> None:
     assert [state.error for state in fetches.messages()["job/0"]] == ["no such step"]
 
 
-def shares_of(series: ShareSeries) -> dict[str, tuple[float, float]]:
-    """The newest delivered and wanted share of each source."""
-    _, *shares = series.as_dict()["seconds"][-1]
-    count = len(series.names)
-    return {name: (shares[at], shares[count + at]) for at, name in enumerate(series.names)}
+def test_sources_are_counted_over_all_boxes() -> None:
+    def box(imbalance: float, **samples: int) -> Any:
+        wanted = {"web": 0.75, "code": 0.25}
+        counts = {
+            name: pb.SourceCount(source=name, samples=count, tokens=3 * count, wanted=wanted.get(name, 0.0))
+            for name, count in samples.items()
+        }
+        return SimpleNamespace(sources=counts, imbalance=imbalance)
 
-
-def counted(**samples: int) -> Any:
-    wanted = {"web": 0.75, "code": 0.25}
-    counts = {
-        name: pb.SourceCount(source=name, samples=count, tokens=3 * count, wanted=wanted.get(name, 0.0))
-        for name, count in samples.items()
+    assert source_counts([box(0.0), box(0.0)]) is None
+    assert source_counts([box(1.25, code=10, web=30), box(1.5, web=3)]) == {
+        "names": ["web", "code"],
+        "counts": [33, 10],
+        "wanted": [0.75, 0.25],
+        "unit": "samples",
+        "imbalance": 1.5,
     }
-    return SimpleNamespace(sources=counts, imbalance=1.25)
-
-
-def test_shares_are_those_of_the_last_seconds() -> None:
-    series = ShareSeries()
-    series.add(0.0, [counted()])
-    assert not series.names
-    for second in range(1, 181):  # of each box; from second 100 on only code comes
-        web, code = min(second, 100) * 3, second + 3 * max(0, second - 100)
-        series.add(float(second), [counted(web=web, code=code), counted(web=web, code=code)])
-        if second == 90:
-            assert shares_of(series) == {"web": (0.75, 0.75), "code": (0.25, 0.25)}
-    assert shares_of(series) == {"web": (0.0, 0.75), "code": (1.0, 0.25)}
-    series.add(181.0, [counted(web=30, code=10)])  # resumed from an earlier state
-    assert shares_of(series) == {"web": (0.75, 0.75), "code": (0.25, 0.25)}
-    assert [point[0] for point in series.as_dict()["minutes"]] == [59.0, 119.0, 179.0]
-    assert series.caption() == {"unit": "samples", "imbalance": 1.25}
+    many = [box(0.0, web=1, **{f"s{number}": number for number in range(1, 8)})]
+    many[0].sources["web"].wanted_of_tokens = True
+    found = source_counts(many)
+    assert found is not None
+    assert found["names"] == ["web", "s7", "s6", "s5", "s4", "s3", "others"]
+    assert (found["counts"][-1], found["unit"]) == (3 * (1 + 2), "tokens")
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,11 @@ def test_watch_on_a_terminal(live: Live, watch: Watch) -> None:
     assert "Traceback" not in watch.said
 
 
+def test_the_page_gets_sources_of_open_runs(live: Live) -> None:
+    found = live.get("/api/dashboard.json")
+    assert (found["sources"], found["runs"][0]["run"]) == ({"lm/0": None}, "lm/0")
+
+
 def test_a_worker_that_is_killed_is_a_fault(live: Live, browser: Any, watch: Watch) -> None:
     os.killpg(live.workers["w1"].process.pid, signal.SIGKILL)
     until(lambda: any("worker lost" in line for line in shown(browser, "#events li[data-fault=true]")))

@@ -1,4 +1,4 @@
-"""Health of a worker, and what the daemon reads in a progress page: positions, and the counts of its metrics."""
+"""What the daemon reads in a progress page: positions, and the counts of its metrics."""
 
 from __future__ import annotations
 
@@ -9,20 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.proto.state.assignment import WorkerInfoAnswer
-from penstock.worker.daemon.worker_metrics import health
 from penstock.worker.processes.progress_page import ENDS, ENTRIES, BatchRecord, ProgressPage
-
-
-@pytest.mark.parametrize(
-    ("answered_at", "stopping", "status", "why"),
-    [
-        (98.0, False, 200, "ok"),
-        (96.0, False, 503, "the coordinator has not answered for 4.0 s; it must within 3 s"),
-        (99.9, True, 503, "the worker is stopping"),
-    ],
-)
-def test_worker_is_healthy_within_its_lease(answered_at: float | None, stopping: bool, status: int, why: str) -> None:
-    assert health(answered_at, 3.0, stopping, 100.0) == (status, why)
 
 
 @pytest.fixture

@@ -1,21 +1,20 @@
-// Script of the dashboard: fetches the coordinator's data once a second and draws it. dashboard_data.py decides all texts
+// Script of the dashboard: fetches the coordinator's data once a second and draws it. server/dashboard.py decides all texts
 // except the time of day and the charts' scales. Names and texts come from peers, so they are only set as text and never
 // parsed as HTML. Elements are kept from one answer to the next, so that focus and selection stay.
 "use strict";
 
 const EVERY_MS = 1000;
 const HIDDEN_MS = 5000;
-const HISTORY_MS = 60000;
 const DEADLINE_MS = 15000;
 const MOST_EVENTS = 200;
 const MOST_POINTS = 600;
+const SHARE_S = 30; // seconds over which the share of a source is measured
 const SVG = "http://www.w3.org/2000/svg";
-const SPANS = [[120, "2 min"], [600, "10 min"], [86400, "24 h"]];
-const HALVES = { 120: "1 min", 600: "5 min", 86400: "12 h" };
+const SPANS = [[120, "2 min"], [600, "10 min"]];
+const HALVES = { 120: "1 min", 600: "5 min" };
 
 const byId = (id) => document.getElementById(id);
-let history = {}; // run -> {seconds, minutes}
-let historyAt = -Infinity;
+const history = {}; // run -> what was seen since this page was opened: points, and of its sources counted and shares
 let awaySince = 0;
 let latest = null;
 const cards = new Map(); // run -> its card
@@ -70,7 +69,7 @@ const percent = (share) => `${Math.round(100 * share)}%`;
 const rate = (value) => (value >= 100 ? String(Math.round(value)) : value.toFixed(1));
 const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour12: false });
 
-// A cell is a text, or an object with a text and its state or share: see Cell in dashboard_data.py.
+// A cell is a text, or an object with a text and its state or share: see Cell in server/dashboard.py.
 function drawCell(cell, value, heading) {
   const { text: said, state, share, hot, at } = typeof value === "string" ? { text: value } : value;
   attribute(cell, "class", state ? "state text" : heading.endsWith(">") ? "number" : at || share !== undefined ? "" : "text");
@@ -230,8 +229,7 @@ class Shares {
     }
     this.names.forEach((name, number) => {
       for (const [kind, column] of [["wanted", 1 + count + number], ["delivered", 1 + number]]) {
-        // A point from before a source was known has fewer columns.
-        const known = this.points.filter((point) => point.length === 1 + 2 * count && (kind === "delivered" || point[column] > 0));
+        const known = this.points.filter((point) => kind === "delivered" || point[column] > 0);
         for (const stretch of unbroken(known, this.span / 60)) {
           const path = stretch.map((point, index) => `${index ? "L" : "M"}${x(point[0]).toFixed(1)} ${y(point[column]).toFixed(1)}`);
           parts.push(shape("path", { class: `source s${number} ${kind}`, d: path.join("") }));
@@ -327,16 +325,11 @@ class Card {
   }
 
   drawCharts() {
-    const track = history[this.run.run];
-    const points = track ? (this.span > 600 ? [...track.minutes, ...track.seconds.slice(-1)] : track.seconds) : [];
+    const { points, sources, shares } = history[this.run.run];
     const end = latest.at;
     this.rates.set(points.map((point) => [point[0], point[1]]), this.span, end);
     this.waits.set(points.map((point) => [point[0], point[2]]), this.span, end);
-    const of = track && track.shares;
-    if (of) {
-      const known = this.span > 600 ? [...of.minutes, ...of.seconds.slice(-1)] : of.seconds;
-      this.shares.set(of, known, this.span, end);
-    }
+    if (sources) this.shares.set(sources, shares, this.span, end);
   }
 
   update(run) {
@@ -430,21 +423,27 @@ function drawEvents(all) {
   });
 }
 
-// The history is fetched once; later points are added from each answer.
 function remember(status) {
   for (const run of status.runs) {
-    const track = history[run.run] || (history[run.run] = { seconds: [], minutes: [] });
-    track.seconds.push([status.at, ...run.point]);
-    if (track.seconds.length > MOST_POINTS) track.seconds.shift();
-    const newest = status.shares[run.run];
-    if (newest) {
-      const shares = track.shares || (track.shares = { seconds: [], minutes: [] });
-      Object.assign(shares, { names: newest.names, unit: newest.unit, imbalance: newest.imbalance });
-      const last = shares.seconds[shares.seconds.length - 1];
-      if (!last || last[0] < newest.point[0]) shares.seconds.push(newest.point);
-      if (shares.seconds.length > MOST_POINTS) shares.seconds.shift();
-    }
+    const track = history[run.run] || (history[run.run] = { points: [], counted: [], shares: [] });
+    track.points.push([status.at, ...run.point]);
+    if (track.points.length > MOST_POINTS) track.points.shift();
+    if (status.sources[run.run]) rememberShares(track, status.at, status.sources[run.run]);
   }
+}
+
+// Adds a point unless no sample was delivered in the last SHARE_S seconds.
+function rememberShares(track, at, sources) {
+  if (String(track.sources && track.sources.names) !== String(sources.names)) Object.assign(track, { counted: [], shares: [] });
+  track.sources = sources;
+  while (track.counted.length && track.counted[0][0] < at - SHARE_S) track.counted.shift();
+  const before = track.counted.length ? track.counted[0][1] : sources.counts;
+  const fresh = sources.counts.map((count, number) => count - before[number]);
+  if (fresh.some((count) => count < 0)) track.counted = []; // resumed from an earlier state
+  track.counted.push([at, sources.counts]);
+  const total = fresh.reduce((sum, count) => sum + count, 0);
+  if (total > 0 && track.counted.length > 1) track.shares.push([at, ...fresh.map((count) => count / total), ...sources.wanted]);
+  if (track.shares.length > MOST_POINTS) track.shares.shift();
 }
 
 async function ask(path) {
@@ -463,18 +462,12 @@ function connected(yes, why) {
     return;
   }
   awaySince = awaySince || Date.now();
-  historyAt = -Infinity;
   const seconds = Math.round((Date.now() - awaySince) / 1000);
   text(link, `the coordinator is away for ${seconds} s${why ? ` (${why})` : ""}; training goes on from what its lanes hold`);
 }
 
 async function look() {
-  const began = performance.now();
   try {
-    if (began - historyAt > HISTORY_MS) {
-      history = (await ask("api/history.json")).runs;
-      historyAt = began;
-    }
     latest = await ask("api/dashboard.json");
     remember(latest);
     connected(true);

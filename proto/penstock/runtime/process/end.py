@@ -10,13 +10,8 @@ import signal
 from penstock.runtime.process.watch import stat_of
 
 
-def kill_child(pid: int) -> None:
-    """Kill a child of this process, not reaped yet: its process id cannot have been reused then."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def signal_child(pid: int, number: signal.Signals) -> None:
+def signal_child(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a child of this process, not reaped yet: its process id cannot have been reused then."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

@@ -18,7 +18,6 @@ from typing import Literal
 Process = Literal["coordinator", "worker", "client"]
 Kind = Literal["counter", "gauge", "histogram"]
 
-_UNITS = {"batches", "bytes", "ratio", "samples", "seconds", "tokens"}
 _HISTOGRAMS = {"penstock_coordinator_commit_seconds", "penstock_coordinator_call_seconds"}
 
 
@@ -36,12 +35,6 @@ class Metric:
         if self.name in _HISTOGRAMS:
             return "histogram"
         return "counter" if self.name.endswith("_total") else "gauge"
-
-    @property
-    def unit(self) -> str:
-        """Base unit of the values; "" for a count or another number without a unit."""
-        last = self.name.removesuffix("_total").rpartition("_")[2]
-        return last if last in _UNITS else ""
 
 
 _ALL: tuple[Process, ...] = ("coordinator", "worker", "client")

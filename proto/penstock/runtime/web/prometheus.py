@@ -4,11 +4,11 @@ keeps anyway; prometheus-client is imported only if metrics are requested."""
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.proto.errors import DeadlineError, InvalidArgumentError
 from penstock.proto.rpc.version import VERSION
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client import Metric as Family
 
-LOOP_DEADLINE_S = 5.0
-"""Seconds within which the process's event loop must answer a scrape. Prometheus itself waits 10 s."""
+LOOP_DEADLINE_S = 8.0
+"""Seconds within which the process's event loop must answer. Prometheus itself waits 10 s."""
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -97,18 +97,19 @@ def metrics_route(collector: Collector) -> Route:
     return lambda: Page(_TEXT, generate_latest(registry))
 
 
-def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Result:
-    """Call `read()` on a loop's thread, which alone may read its data. Raises DeadlineError after LOOP_DEADLINE_S."""
-
-    async def asked() -> _Result:
-        return read()
-
-    answer = asyncio.run_coroutine_threadsafe(asked(), loop)
+def in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run a coroutine on a loop's thread, which alone may read its data. Raises DeadlineError after LOOP_DEADLINE_S, or
+    if the loop has ended."""
+    try:
+        answer = asyncio.run_coroutine_threadsafe(work, loop)
+    except RuntimeError as error:
+        work.close()
+        raise DeadlineError("this process is ending, and answers no requests for pages") from error
     try:
         return answer.result(LOOP_DEADLINE_S)
-    except concurrent.futures.TimeoutError:
+    except (TimeoutError, CancelledError) as error:
         answer.cancel()
-        raise DeadlineError(f"this process did not answer a scrape of metrics within {LOOP_DEADLINE_S:g} s") from None
+        raise DeadlineError(f"this process did not answer a request for a page in {LOOP_DEADLINE_S:g} s") from error
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

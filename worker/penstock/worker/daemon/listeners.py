@@ -281,7 +281,7 @@ async def _first_bytes(connection: socket.socket) -> bytes:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     first = connection.recv(PEEKED, socket.MSG_PEEK)
     if len(first) < PEEKED:
-        raise LaneLostError("the other end closed the connection at once; let a health check call /healthz (--http)")
+        raise LaneLostError("the other end closed the connection at once; let a health check use penstock.deploy.probe")
     return first
 
 

@@ -1,5 +1,5 @@
-"""HTTP pages of a worker daemon: /metrics for Prometheus, /healthz for orchestrators. The event loop copies the
-daemon's figures, as only it may read them; the thread that answers reads /proc, which takes longer."""
+"""Metrics of a worker daemon, for Prometheus. The event loop copies the daemon's figures, as only it may read them; the
+thread that answers reads /proc, which takes longer."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import asyncio
 import time
 from collections import Counter
 
-from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.addresses import is_local
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.runtime.web.http_server import Page, WebServer
+from penstock.runtime.web.http_server import WebServer
 from penstock.runtime.web.prometheus import Collector, MetricReadings, cpu_seconds, in_loop, metrics_route
 from penstock.worker.daemon.daemon import Daemon
 from penstock.worker.processes.process_use import family, held_by
 
 MANY = 1 << 62
 """Lets `held_by` add up memory, which is fast; the kernel divides shared memory among processes slowly."""
-_PLAIN = "text/plain; charset=utf-8"
 
 
-def _look(daemon: Daemon) -> tuple[MetricReadings, list[tuple[int, dict[str, str | int]]]]:
-    """Must run on the daemon's event loop."""
+async def _look(daemon: Daemon) -> tuple[MetricReadings, list[tuple[int, dict[str, str | int]]]]:
+    """Read on the daemon's event loop: async, so that it runs nowhere else."""
     readings, now = MetricReadings("worker"), time.monotonic()
     listeners, answered_at = daemon.listeners, daemon.answered_at
     readings.add("penstock_worker_info", 1, worker=daemon.host.name)
@@ -56,39 +54,18 @@ def _look(daemon: Daemon) -> tuple[MetricReadings, list[tuple[int, dict[str, str
 
 
 def _readings(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> MetricReadings:
-    readings, runners = in_loop(loop, lambda: _look(daemon))
+    readings, runners = in_loop(loop, _look(daemon))
     for pid, labels in runners:
         readings.add("penstock_runner_cpu_seconds_total", cpu_seconds(family(pid)), **labels)
         readings.add("penstock_runner_memory_bytes", held_by(pid, MANY), **labels)
     return readings
 
 
-def health(answered_at: float | None, lease_s: float, stopping: bool, now: float) -> tuple[int, str]:
-    """Return /healthz's status and reason: healthy if the coordinator answered within the lease. Monotonic times in
-    seconds."""
-    if stopping:
-        return 503, "the worker is stopping"
-    if answered_at is None:
-        return 503, "the coordinator has not answered yet"
-    if now - answered_at > lease_s:
-        return 503, f"the coordinator has not answered for {now - answered_at:.1f} s; it must within {lease_s:g} s"
-    return 200, "ok"
-
-
 def open_web(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> WebServer:
     """Start the web server at `settings.http`. Raises InvalidArgumentError without prometheus-client, and WebServer's
     errors."""
-
-    def well() -> Page:
-        try:
-            known = in_loop(loop, lambda: (daemon.answered_at, daemon.lease_s, daemon.stopping.is_set()))
-        except PenstockError as error:
-            return Page(_PLAIN, f"{error.message}\n".encode(), 503)
-        status, why = health(*known, time.monotonic())
-        return Page(_PLAIN, f"{why}\n".encode(), status)
-
     settings = daemon.settings
-    routes = {"/metrics": metrics_route(Collector(lambda: _readings(daemon, loop))), "/healthz": well}
+    routes = {"/metrics": metrics_route(Collector(lambda: _readings(daemon, loop)))}
     # No TLS on loopback, because clients there do not have the cluster's CA. No TLS without a certificate either.
     tls = None if is_local(settings.http) or settings.tls is None or not settings.tls.cert else settings.tls
     return WebServer(settings.http, routes, tokens=settings.http_tokens, tls=tls, insecure=settings.insecure)

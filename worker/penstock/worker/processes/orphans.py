@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from penstock.runtime.process.end import kill_child, reap_orphan
+from penstock.runtime.process.end import reap_orphan, signal_child
 from penstock.runtime.process.watch import stat_of
 
 GRACE_S = 3.5
@@ -57,7 +57,7 @@ class Orphans:
             if now < until:
                 spared[pid] = until
             else:
-                kill_child(pid)
+                signal_child(pid)
         self._spared = spared
         return bool(living)
 

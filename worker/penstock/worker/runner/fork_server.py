@@ -31,7 +31,7 @@ from functools import partial
 
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import forks, sandbox
-from penstock.runtime.process.end import has_ended, kill_child, reap
+from penstock.runtime.process.end import has_ended, reap, signal_child
 from penstock.runtime.process.spawn import fork
 from penstock.runtime.process.titles import name_process
 from penstock.runtime.process.watch import Process, become_subreaper, die_with_parent
@@ -130,7 +130,7 @@ def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -
 
 def _end(children: Iterable[int], orphans: Orphans) -> None:
     for pid in children:
-        kill_child(pid)
+        signal_child(pid)
         reap(pid, group=False)
         forget_shared_memory([pid])
     for _ in range(LAST_LOOKS):
