@@ -34,7 +34,7 @@ def test_no_command_is_a_usage_error_with_help(shell: Any) -> None:
 
 
 LIGHT = (
-    *("cli.main", "cli.completion"),
+    "cli.main",
     *(f"console.{name}" for name in ("command_token", "settings", "peer")),
     *(f"operations.{name}" for name in ("run_daemon", "show_status", "show_state", "state_values")),
     *(f"operations.{name}" for name in ("watch_status", "list_settings")),

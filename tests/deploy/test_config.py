@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,10 @@ from penstock.deploy.console.settings import (
     PeerSettings,
     UpSettings,
     WorkerSettings,
-    check_settings_file,
     describe,
     resolve,
 )
-from penstock.deploy.operations.list_settings import example
 from penstock.proto.errors import InvalidArgumentError
-from penstock.runtime.config.job_settings import JobSettings
-from penstock.runtime.config.settings import Section
 
 CLUSTER = '[cluster]\ncoordinator = "head:7070"\ntls_ca = "pki/ca.pem"\n'
 
@@ -47,7 +42,7 @@ def test_flag_beats_variable_beats_file(written: Path, monkeypatch: pytest.Monke
     about = describe(settings, **flags)
     for part in (
         "slots=5 (PENSTOCK_WORKER_SLOTS)",
-        f"allow=mypackage,other.data ({written}:6)",
+        f"allow=mypackage,other.data ({written})",
         "name=of-flag (--name)",
         "listen=127.0.0.1:0 (default)",
     ):
@@ -83,42 +78,19 @@ def test_paths_in_a_file_are_relative_to_it(written: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[worker]\nslot = 4\n", r"penstock.toml:2: \[worker\] has no setting 'slot'; did you mean slots\?"),
+        ("[worker]\nslot = 4\n", r"penstock.toml: \[worker\] has no setting 'slot'; did you mean slots\?"),
         (
             '[worker]\ncoordinator = "h:1"\n',
-            r"penstock.toml:2: coordinator must not be in \[worker\]: .*\[cluster\]",
+            r"penstock.toml: coordinator must not be in \[worker\]: .*\[cluster\]",
         ),
-        ("[worker]\n\nslots = 0\n", r"penstock.toml:3: slots = 0: it should be greater than or equal to 1"),
+        ("[worker]\n\nslots = 0\n", r"penstock.toml: slots = 0: it should be greater than or equal to 1"),
         ("[coordinator]\nleas = 3\n", r"\[coordinator\] has no setting 'leas'; did you mean lease\?"),
     ],
 )
-def test_mistakes_are_named_with_their_line(written: Path, text: str, says: str) -> None:
+def test_mistakes_are_named(written: Path, text: str, says: str) -> None:
     written.write_text(text)
     with pytest.raises(InvalidArgumentError, match=says):
         resolve(WorkerSettings, allow="a")
-
-
-def test_example_has_every_setting_at_its_default(written: Path) -> None:
-    written.write_text("")
-    text = "\n".join(example())
-    assert tomllib.loads(text) == {"cluster": {}, "coordinator": {}, "worker": {}, "client": {}, "up": {}}
-    parsed = tomllib.loads(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
-    for section in (CoordinatorSettings, WorkerSettings, PeerSettings, JobSettings):
-        for name, field in section.model_fields.items():
-            if section.place(name) != (section.table, name):
-                continue
-            value = parsed[section.table][name]
-            assert value == ("" if field.is_required() or field.default is None else field.default), name
-            assert field.description is not None
-            assert field.description in text
-    # All of it taken for real is what nothing at all is.
-    sections: list[type[Section]] = [PeerSettings, JobSettings]
-    before = [section() for section in sections]
-    written.write_text(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
-    check_settings_file()
-    address = {"address": "127.0.0.1:7070"}  # a job is embedded unless the file names a coordinator, as this one does
-    assert [section() for section in sections] == [before[0], before[1].model_copy(update=address)]
-    assert resolve(WorkerSettings, slots=1, allow="a").listen == "127.0.0.1:0"
 
 
 def test_config_shows_values_and_their_sources(shell: Any) -> None:
@@ -127,9 +99,9 @@ def test_config_shows_values_and_their_sources(shell: Any) -> None:
     done = shell.call("config", "worker", "--config", "p.toml", PENSTOCK_WORKER_NAME="w1")
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line}
-    assert rows["slots"] == ["4", f"{file}:5"]
+    assert rows["slots"] == ["4", str(file)]
     assert rows["name"] == ["w1", "PENSTOCK_WORKER_NAME"]
-    assert rows["coordinator"] == ["head:7070", f"{file}:2"]
+    assert rows["coordinator"] == ["head:7070", str(file)]
     assert rows["allow"] == ["missing", "required"]
     assert rows["listen"] == ["127.0.0.1:0", "default"]
     assert f"Settings file: {file}" in done.stdout
@@ -171,7 +143,7 @@ def test_the_commands_take_the_file(shell: Any) -> None:
 @pytest.mark.parametrize("line", ["slots = true", 'slots = "8"', "insecure = 1"])
 def test_a_value_of_another_type_is_not_taken(written: Path, line: str) -> None:
     written.write_text(f'[worker]\nallow = "x"\n{line}\n' + ("" if "slots" in line else "slots = 2\n"))
-    with pytest.raises(InvalidArgumentError, match=rf"{written}:3: .* it should be a valid "):
+    with pytest.raises(InvalidArgumentError, match=rf"{written}: .* it should be a valid "):
         resolve(WorkerSettings)
     written.write_text('[worker]\nallow = "x"\nslots = 2\ndrain = 3\ninsecure = true\n')
     assert resolve(WorkerSettings).drain == 3.0  # an integer is a number of seconds too
@@ -193,7 +165,8 @@ def test_config_refuses_what_the_daemon_refuses(shell: Any) -> None:
     [
         (PeerSettings, {"coordinator": "node1:70700"}, '--coordinator node1:70700: an address must be "HOST:PORT"'),
         (PeerSettings, {"coordinator": "node1:0"}, "with the port that the coordinator printed"),
-        (PeerSettings, {"coordinator": "http://node1:7070"}, "without a scheme"),
+        (PeerSettings, {"coordinator": "http://node1:7070"}, 'an address must be "HOST:PORT"'),
+        (PeerSettings, {"coordinator": "::1:7070"}, '"[::1]:PORT" for IPv6'),
         (CoordinatorSettings, {}, "--state-dir (or the variable PENSTOCK_COORDINATOR_STATE_DIR) must be given"),
         (CoordinatorSettings, {"state_dir": "x", "lease": float("nan")}, "--lease nan: it should be a finite number"),
         (WorkerSettings, {"slots": 0, "allow": "a"}, "--slots 0: it should be greater than or equal to 1"),

@@ -227,4 +227,4 @@ def test_only_web_addresses_are_opened(url: str) -> None:
     client = SimpleNamespace(open_dashboard=lambda: url)
     peer: Any = SimpleNamespace(address="head:7070", client=lambda: nullcontext(client))
     with pytest.raises(PenstockError, match="must have an http or https URL"):
-        show_dashboard(peer, browser=True, as_json=False)
+        show_dashboard(peer, as_json=False)

@@ -12,10 +12,15 @@ from typing import Any
 import typer.main
 
 from penstock.deploy.cli.main import app
-from penstock.deploy.console.app import SECTIONS, by_heading
 from penstock.deploy.console.exit_codes import CODES
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+SHARED = {
+    "Coordinator": ("coordinator", "job", "token_file"),
+    "TLS": ("tls_ca", "tls_cert", "tls_key", "tls_name"),
+    "General": ("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"),
+}
+"""Heading -> names of options that many commands have."""
 MARK = "<!-- `make cli` makes the rest from the commands. -->\n"
 
 
@@ -24,6 +29,14 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
     yield name, command
     for below in command.list_commands(None) if hasattr(command, "commands") else ():
         yield from commands(command.commands[below], f"{name} {below}")
+
+
+def by_heading(parameters: Iterable[Any]) -> dict[str, list[Any]]:
+    headed: dict[str, list[Any]] = {"Arguments": [], "Options": [], **{head: [] for head in SHARED}}
+    for parameter in parameters:
+        own = "Arguments" if parameter.param_type_name == "argument" else "Options"
+        headed[next((head for head, names in SHARED.items() if parameter.name in names), own)].append(parameter)
+    return headed
 
 
 def described(parameters: Iterable[Any]) -> dict[str, str]:
@@ -52,7 +65,7 @@ def section(name: str, command: Any) -> str:
     paragraphs = [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
     if hasattr(command, "commands"):
         paragraphs.append(f"Commands: {', '.join(command.list_commands(None))}.")
-    shared = [head for head, _ in SECTIONS[:2] if parameters[head]]
+    shared = [head for head in ("Coordinator", "TLS") if parameters[head]]
     own = described([*parameters["Arguments"], *parameters["Options"]])
     lists = [f"Options: {', '.join(shared)} (above){', and:' if own else '.'}"] if shared else []
     lists += [listed(own.items())] if own else []
@@ -62,7 +75,7 @@ def section(name: str, command: Any) -> str:
 def made() -> str:
     """Return the part of the page that is made from the commands."""
     everything = list(commands(typer.main.get_command(app), "penstock"))
-    shared: dict[str, dict[str, str]] = {head: {} for head, _ in SECTIONS}
+    shared: dict[str, dict[str, str]] = {head: {} for head in SHARED}
     for _, command in everything:
         for head, parameters in by_heading(command.params).items():
             if head in shared:

@@ -135,7 +135,7 @@ def test_from_a_checkpoint(stage: Stage) -> None:
     files = [stage.seen.states[job]]
     alone = stage.replayed(None, job, 12, checkpoints=files, args="[40]")
     assert alone["replayed_from"] == {"step": 10, "what": "the checkpoint of step 10"}
-    assert alone["verification"] == "not verified: the stream digest is not known at step 12 or after it"
+    assert alone["verification"] == "not verified: no stream digest is known both at step 10 and soon after step 12"
     with stage.client() as client:
         of_run = stage.replayed(client, job, 12, checkpoints=files)
         assert of_run["replayed_from"]["step"] == 10

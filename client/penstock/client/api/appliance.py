@@ -40,7 +40,7 @@ from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
 from penstock.proto.rpc.calls import CoordinatorClient
-from penstock.proto.rpc.channel import VERSION, Tls, host_id, is_local, load_tls, read_token
+from penstock.proto.rpc.channel import VERSION, Tls, host_id, is_local, read_token
 from penstock.proto.rpc.credentials.tokens import admin_tokens
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -383,7 +383,7 @@ def _on_death(appliance: Appliance) -> Callable[[PenstockError], None]:
 def _tls_of(settings: ApplianceSettings) -> Tls | None:
     if not settings.address:
         return None
-    tls = load_tls(settings.tls_ca, settings.tls_cert, settings.tls_key, settings.tls_name)
+    tls = settings.tls()
     return None if tls is None else tls.for_client()
 
 

@@ -151,7 +151,7 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
     if explicit.get("num_boxes") == 1 and not os.environ.get("PENSTOCK_BOX"):
         explicit.setdefault("box", 0)  # box 0 of its own loader, even under torchrun: RANK does not apply
     if kind is ApplianceSettings:
-        check_file()
+        check_file(JobSettings)
     try:
         settings = kind(**explicit)
     except ValidationError as error:

@@ -7,8 +7,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -24,7 +23,7 @@ from penstock.deploy.cli.commands.state import state
 from penstock.deploy.cli.commands.status import status
 from penstock.deploy.cli.commands.up import down, up
 from penstock.deploy.cli.commands.worker import worker
-from penstock.deploy.console.app import CONTEXT, App, Group
+from penstock.deploy.console.app import CONTEXT, App
 from penstock.deploy.console.exit_codes import EXIT_LINES, INTERRUPTED, UNSAID, USAGE
 from penstock.deploy.console.options import ConfigFile
 from penstock.runtime.telemetry.logs import printable
@@ -33,18 +32,7 @@ UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 """Errors by which standard output cannot be written: full disk, quota, file size, failing disk, closed pipe."""
 
 
-class _Commands(Group):
-    heads: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "Try it": ("demo",),
-        "Run it": ("coordinator", "worker", "up", "down"),
-        "Look at it": ("status", "dashboard", "state", "replay"),
-        "Change it": ("mix", "run"),
-        "Check and set up": ("doctor", "config", "data"),
-    }
-
-
 app = App(
-    cls=_Commands,
     name="penstock",
     help="Stream batches from worker processes on other machines to a PyTorch training loop, and resume exactly.",
     epilog="\b\nExamples:\n"

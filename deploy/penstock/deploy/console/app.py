@@ -1,16 +1,16 @@
-"""How commands are made: the layout of their help, and the options that all have. A parameter `peer` stands for the
-options of the coordinator's address and of the credentials."""
+"""How commands are made, with the options that all have. A parameter `peer` stands for the options of the
+coordinator's address and of the credentials."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from penstock.deploy.console.exit_codes import guarded
 from penstock.deploy.console.options import ConfigFile, Debug, OwnJob, TokenFile, flags_of
@@ -21,72 +21,12 @@ from penstock.runtime.config.settings import Section
 EPILOG = "Exit codes: penstock --help. More: docs/cli.md"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
-SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("Coordinator", frozenset(("coordinator", "job", "token_file"))),
-    ("TLS", frozenset(("tls_ca", "tls_cert", "tls_key", "tls_name"))),
-    ("General", frozenset(("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"))),
-)
-"""Headings in a command's help for shared options, after its own: heading, names of options."""
-
-
-def by_heading(parameters: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return a command's parameters by heading, its own under "Arguments" and "Options"."""
-    headed: dict[str, list[Any]] = {"Arguments": [], "Options": [], **{head: [] for head, _ in SECTIONS}}
-    for parameter in parameters:
-        own = "Arguments" if parameter.param_type_name == "argument" else "Options"
-        headed[next((head for head, names in SECTIONS if parameter.name in names), own)].append(parameter)
-    return headed
-
-
-def _format_options(command: Any, ctx: Any, formatter: Any) -> None:
-    for head, parameters in by_heading(command.get_params(ctx)).items():
-        records = [record for parameter in parameters if (record := parameter.get_help_record(ctx)) is not None]
-        if records:
-            with formatter.section(head):
-                formatter.write_dl(records)
-
-
-class _Command(TyperCommand):
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _format_options(self, ctx, formatter)
-
-
-class Group(TyperGroup):
-    """Group of commands whose help lists them under headings, by purpose."""
-
-    heads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Heading -> its commands, in the order of the help. All others come under "Commands"."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the commands in the order of the headings, also for shell completion."""
-        order = [name for commands in self.heads.values() for name in commands]
-        return sorted(self.commands, key=lambda name: order.index(name) if name in order else len(order))
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _format_options(self, ctx, formatter)
-        self.format_commands(ctx, formatter)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
-        listed = {name for commands in self.heads.values() for name in commands}
-        rest = {"Commands": tuple(name for name in names if name not in listed)}
-        for head, commands in {**self.heads, **rest}.items():
-            rows = [(name, _first_line(self.commands[name])) for name in commands if name in names]
-            if rows:
-                with formatter.section(head):
-                    formatter.write_dl(rows)
-
-
-def _first_line(command: Any) -> str:
-    """Return the first paragraph of the help as one line. (Typer's own short help would be cut off.)"""
-    return " ".join((command.help or "").split("\n\n")[0].split())
-
 
 class App(typer.Typer):
     """Typer application whose commands have `--config` and `--debug`, and end with an exit code (`guarded`)."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
-        add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
+        add = super().command(name, **{"epilog": EPILOG, **settings})
         return lambda command: add(completed(guarded(command)))
 
 
@@ -137,7 +77,7 @@ def _option(name: str, annotation: Any, default: Any = None) -> inspect.Paramete
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def subcommands(cls: type[Group] = Group, **settings: Any) -> App:
+def subcommands(cls: type[TyperGroup] = TyperGroup, **settings: Any) -> App:
     return App(cls=cls, epilog=EPILOG, rich_markup_mode=None, context_settings=CONTEXT, **settings)
 
 

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 
 from penstock.proto.errors import InvalidArgumentError, JournalError
-from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
+from penstock.runtime.config.settings_file import token_file_of_settings
 
 _log = logging.getLogger("penstock.deploy")
 FILE = "token"
@@ -23,8 +23,7 @@ def token_source() -> str:
     if named := os.environ.get("PENSTOCK_TOKEN_FILE"):
         return f"the file {named} (PENSTOCK_TOKEN_FILE)"
     if named := token_file_of_settings():
-        file = read_settings_file()
-        return f"the file {named} ({file.where(CLUSTER, 'token_file') if file else ''})"
+        return f"the file {named} (token_file of the settings file)"
     return ""
 
 

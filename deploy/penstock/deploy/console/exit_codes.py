@@ -101,11 +101,9 @@ CODES = (
     ExitCode(INTERRUPTED, "interrupted (Ctrl-C); `penstock up`: ended by a signal while it started"),
 )
 
-_REMEDIES: dict[type[PenstockError], str] = {
-    CoordinatorUnavailableError: "Start it there (penstock coordinator, penstock up), or name another address by "
-    "--coordinator or PENSTOCK_COORDINATOR",
-}
-"""Remedies for errors that have another one in a training job."""
+_START_ONE = (
+    "Start it there (penstock coordinator, penstock up), or name another by --coordinator or PENSTOCK_COORDINATOR"
+)
 
 _CODE_OF = {name: code.number for code in CODES for name in code.errors.split()}
 
@@ -150,7 +148,8 @@ def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
         return command() or 0
     except PenstockError as error:
         code = exit_code(error)
-        message = f"{error.message}. {_REMEDIES[type(error)]}" if type(error) in _REMEDIES else error.message
+        is_away = type(error) is CoordinatorUnavailableError  # in a training job it has another remedy
+        message = f"{error.message}. {_START_ONE}" if is_away else error.message
         _print_error(message, type(error).__name__, code, as_json)
         return code
     except CommandError as error:

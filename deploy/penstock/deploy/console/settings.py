@@ -20,8 +20,7 @@ from pydantic_settings import SettingsConfigDict
 
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import socket_path
-from penstock.proto.rpc.tls import Tls, load_tls
-from penstock.runtime.config.job_settings import CLUSTER_KEYS, JobSettings, TlsFiles, check_file
+from penstock.runtime.config.job_settings import JobSettings, TlsFiles, check_file
 from penstock.runtime.config.settings import (
     IN_MEMORY,
     FilePath,
@@ -34,7 +33,7 @@ from penstock.runtime.config.settings import (
     stated,
     variable,
 )
-from penstock.runtime.config.settings_file import CLUSTER, likely, read_settings_file
+from penstock.runtime.config.settings_file import CLUSTER, likely
 from penstock.runtime.config.sizes import bytes_of
 
 DEFAULT_COORDINATOR = "127.0.0.1:7070"
@@ -44,19 +43,11 @@ _MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 def _listen_address(value: str) -> str:
     host, _, port = value.rpartition(":")
-    if not host.isprintable() or " " in host:
-        raise ValueError(
-            f"a host must be printable text without blanks, got {host!r}. Correct the host before the colon"
-        )
-    if "/" in value:
-        raise ValueError('an address must be "HOST:PORT", without a scheme or path')
-    if host and port.isascii() and port.isdigit() and int(port) <= 65535:
-        if ":" in host and not (host.startswith("[") and host.endswith("]")):
-            raise ValueError(f"an IPv6 address must be in brackets. Write [{host}]:{port}")
-        return value
-    raise ValueError(
-        'an address must be "HOST:PORT" with a port from 0 to 65535. Port 0 means any free port to listen on'
-    )
+    is_plain = host.isprintable() and not set(" /") & set(host)
+    is_bracketed = ":" not in host or (host.startswith("[") and host.endswith("]"))
+    if not (host and is_plain and is_bracketed and port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError('an address must be "HOST:PORT", with a port from 0 to 65535, or "[::1]:PORT" for IPv6')
+    return value
 
 
 def _page_address(value: str) -> str:
@@ -87,8 +78,6 @@ def _lane_address(value: str) -> str:
 
 
 def _memory_size(value: str) -> str:
-    if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?", value):
-        raise ValueError("a size must be a number of bytes, or a number with a unit, such as 500MiB or 4GiB")
     if value and bytes_of(value) < 1 << 20:
         raise ValueError("the memory of a runner must be at least 1 MiB. Give a larger size, such as 4GiB")
     return value
@@ -117,12 +106,6 @@ MemorySize = Annotated[str, AfterValidator(_memory_size), Unit("SIZE")]
 Modules = Annotated[str, IsList(), Unit("PREFIX")]
 
 
-class _Tls(TlsFiles):
-    def tls(self) -> Tls | None:
-        """Return the TLS files, checked; None without TLS. Raises TlsError, which names the file and the remedy."""
-        return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
-
-
 class _Logging(Section):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
@@ -133,7 +116,7 @@ class _Logging(Section):
     )
 
 
-class PeerSettings(_Tls):
+class PeerSettings(TlsFiles):
     """Settings of workers and of the commands that call the coordinator."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
@@ -144,7 +127,7 @@ class PeerSettings(_Tls):
     )
 
 
-class CoordinatorSettings(_Tls, _Logging):
+class CoordinatorSettings(TlsFiles, _Logging):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_COORDINATOR_")
     table: ClassVar[str] = "coordinator"
 
@@ -203,9 +186,7 @@ class WorkerSettings(PeerSettings, _Logging):
         "",
         description="File to write at each heartbeat, for `python -m penstock.deploy.probe` (default: none).",
     )
-    http: PageListen = Field(
-        "", description="Address of /metrics and /healthz; port 0 takes a free one (default: none)."
-    )
+    http: PageListen = Field("", description="Address of /metrics; port 0 takes a free one (default: none).")
     name: Annotated[str, Unit("NAME")] = Field(
         "", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID)."
     )
@@ -256,7 +237,7 @@ class WorkerSettings(PeerSettings, _Logging):
         return value
 
 
-class UpSettings(_Tls):
+class UpSettings(TlsFiles):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_UP_")
     table: ClassVar[str] = "up"
 
@@ -290,9 +271,6 @@ class UpSettings(_Tls):
         "",
         description="Ray: put workers on nodes with this resource (accelerator_type:H100) or label.",
     )
-    coordinator_node: Annotated[str, Unit("NODE")] = Field(
-        "", description="Ray: id or address of the coordinator's node (default: the head node)."
-    )
     send_token: bool = Field(False, description="Ray: send the token through Ray, which stores it in clear text.")
     state_dir: Annotated[str, Unit("DIR")] = Field(
         "", description="Ray: the coordinator's journal, on a disk of its node (default: below /var/tmp)."
@@ -323,23 +301,11 @@ def resolve(section: type[_Section], **flags: Any) -> _Section:
     and its source."""
     given = {name: value for name, value in flags.items() if value is not None}
     refuse_unknown(section)
-    check_settings_file()
+    check_file(*SETTINGS_OF.values())
     try:
         return section(**given)
     except ValidationError as error:
         raise InvalidArgumentError(_explain(section, error, given)) from error
-
-
-def check_settings_file() -> None:
-    """Raise InvalidArgumentError if the settings file has an unknown section or key."""
-    file = read_settings_file()
-    if file is None:
-        return
-    check_file()
-    shared = dict.fromkeys(CLUSTER_KEYS, "it is shared by the whole cluster and belongs in [cluster]")
-    for table, section in SETTINGS_OF.items():
-        if section is not JobSettings:
-            file.check(table, [name for name in section.names() if section.place(name) == (table, name)], shared)
 
 
 def refuse_unknown(section: type[Section]) -> None:
@@ -365,8 +331,8 @@ def _explain(section: type[Section], error: ValidationError, given: dict[str, An
             parts.append(f"{flag(field)} {detail['input']}: {reason_of(detail)}")
         else:
             source, _ = sources[field]
-            # FILE:LINE does not name the setting, so it is added; the name of a variable does.
-            what = f"{source}: {field} = {detail['input']!r}" if ":" in source else f"{source}={detail['input']}"
+            named = source == variable(section, field)  # the name of a variable names the setting, that of the file not
+            what = f"{source}={detail['input']}" if named else f"{source}: {field} = {detail['input']!r}"
             parts.append(f"{what}: {reason_of(detail)}")
     return "; ".join(parts)
 

@@ -1,6 +1,6 @@
 """Engine for Ray: detached actors, each the parent of a real daemon (ray_actor.py).
 
-The coordinator is bound to a node, by default the head: elsewhere it would start with an empty state, and saved states
+The coordinator is bound to the head node: elsewhere it would start with an empty state, and saved states
 would be lost silently. Workers are spread over nodes, and started on others when one is lost. Everyone with access to
 the Ray cluster can read the arguments of actors (and run code there), so the token is sent only with --send-token;
 otherwise its file must have the same path on all nodes.
@@ -20,7 +20,6 @@ from penstock.deploy.engines.engine import Daemon, Fleet, FleetPlan, worker_name
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.ray_actor import DaemonActor, node_folder
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
-from penstock.proto.rpc.addresses import refuse_unsafe
 
 _log = logging.getLogger("penstock.deploy.engines")
 
@@ -152,9 +151,11 @@ def _remote(ray: Any, options: Mapping[str, Any], *arguments: Any) -> Any:
 def _start_coordinator(ray: Any, plan: FleetPlan, token: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    node = _node_of_coordinator(ray.nodes(), plan.coordinator_node)
-    host, port = node["NodeManagerAddress"], plan.listen.rpartition(":")[2]
-    refuse_unsafe(f"{host}:{port}", encrypted=bool(plan.tls_files.get("tls_cert")), insecure=plan.insecure)
+    node = next((node for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"]), None)
+    if node is None:
+        raise CommandError(
+            "the Ray cluster has no head node for the coordinator. See `ray status` for lost nodes", USAGE
+        )
     options = {
         **_LASTING,
         "name": _coordinator_name(plan.name),
@@ -162,18 +163,6 @@ def _start_coordinator(ray: Any, plan: FleetPlan, token: str) -> Any:
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
     }
     return _remote(ray, options, plan.model_dump(), "", "", token)
-
-
-def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
-    living = [node for node in nodes if node["Alive"]]
-    for node in living:
-        if wanted in (node["NodeID"], node["NodeManagerAddress"]) if wanted else HEAD in node["Resources"]:
-            return node
-    known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeID']})" for node in living)
-    what = f"no node {wanted}" if wanted else "no head node"
-    raise CommandError(
-        f"the Ray cluster has {what} for the coordinator. Set --coordinator-node to one of {known}", USAGE
-    )
 
 
 def _token(plan: FleetPlan) -> str:

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
-from penstock.deploy.console.settings import UpSettings, WorkerSettings, flag, resolve
+from penstock.deploy.console.settings import UpSettings, flag, resolve
 from penstock.deploy.engines import local
 from penstock.deploy.engines.engine import Fleet, FleetPlan, exports
 from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
 from penstock.deploy.engines.ray import ray_down, ray_up
 from penstock.deploy.engines.supervisor import supervise
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.rpc.addresses import refuse_unsafe
 from penstock.runtime.config.settings import variable
 
-_OF_RAY = ("ray_address", "near", "coordinator_node", "state_dir", "send_token")
+_OF_RAY = ("ray_address", "near", "state_dir", "send_token")
 """Settings that only the engine ray has."""
 
 
@@ -40,8 +39,6 @@ def run_up(flags: dict[str, Any], token_file: Path | None, *, detach: bool, as_j
         folder.save(fleet)
         _print_exports(fleet, as_json)
         return
-    tls = settings.tls()
-    refuse_unsafe(plan.listen, encrypted=tls is not None and bool(tls.cert), insecure=plan.insecure)
     if detach:
         signal.signal(signal.SIGTERM, _interrupted)
         _print_exports(local.up(plan, folder), as_json)
@@ -54,7 +51,7 @@ def _interrupted(number: int, _: object) -> None:
 
 
 def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder) -> FleetPlan:
-    """Check the settings as the daemons do, and return the plan. Write a token file if there is none."""
+    """Return the plan, whose values the daemons check further. Write a token file if there is none."""
     if not settings.allow:
         raise InvalidArgumentError(
             f"{flag('allow')} (or the variable {variable(UpSettings, 'allow')}) must be given: the modules whose "
@@ -73,14 +70,13 @@ def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder)
         )
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if is_local else 8)
-    checked = resolve(WorkerSettings, slots=slots, allow=settings.allow, name=settings.name)
     files = {
         name: str(Path(file).expanduser().absolute())
         for name in ("tls_ca", "tls_cert", "tls_key")
         if (file := getattr(settings, name))
     }
-    checked_values = {"slots": slots, "allow": checked.allow, "token_file": str(folder.token_file(token_file))}
-    return FleetPlan.model_validate({**settings.model_dump(), **files, **checked_values})
+    own = {"slots": slots, "token_file": str(folder.token_file(token_file))}
+    return FleetPlan.model_validate({**settings.model_dump(), **files, **own})
 
 
 def _folder(settings: UpSettings) -> FleetFolder:

@@ -15,7 +15,6 @@ from typing import Any
 from penstock.deploy.console.command_token import coordinator_tokens
 from penstock.deploy.console.settings import CoordinatorSettings, WorkerSettings, describe, resolve
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.rpc.addresses import refuse_unsafe
 from penstock.proto.rpc.channel import VERSION, is_local, read_token
 from penstock.proto.rpc.credentials.tokens import admin_tokens
 from penstock.runtime.config.settings import IN_MEMORY
@@ -42,9 +41,6 @@ def run_coordinator(
     settings = resolve(CoordinatorSettings, **flags)
     _begin(debug, settings.log_format, process="coordinator")
     tls = settings.tls()
-    refuse_unsafe(settings.listen, encrypted=tls is not None, insecure=settings.insecure)
-    if settings.http:
-        refuse_unsafe(settings.http, encrypted=tls is not None, insecure=settings.insecure)
     in_memory = os.fspath(settings.state_dir) == IN_MEMORY
     _log.info("coordinator %s: %s", VERSION, describe(settings, **flags))
     tokens = coordinator_tokens(token_file, None if in_memory else settings.state_dir)
@@ -92,7 +88,6 @@ def run_worker(
     name = settings.name or own_name()
     _begin(debug, settings.log_format, process="worker", worker=name)
     tls = settings.tls()
-    refuse_unsafe(settings.listen, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
     _log.info("worker %s: %s", VERSION, describe(settings, **flags))
     if is_local(settings.listen) and not is_local(settings.coordinator):
         _log.warning(
@@ -100,9 +95,6 @@ def run_worker(
         )
     token = read_token("worker", file=token_file)
     guarded = settings.http and not is_local(settings.http)
-    if guarded:
-        refuse_unsafe(settings.http, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
-
     asyncio.run(
         serve(
             DaemonSettings(

@@ -1,4 +1,4 @@
-"""`penstock dashboard`: prints the URL of a coordinator's dashboard, and opens it in a browser."""
+"""`penstock dashboard`: prints the URL of a coordinator's dashboard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.proto.rpc.addresses import is_local
 from penstock.runtime.telemetry.logs import printable
 
 
-def show_dashboard(peer: Peer, *, browser: bool, as_json: bool) -> None:
+def show_dashboard(peer: Peer, *, as_json: bool) -> None:
     with peer.client() as client:
         url = client.open_dashboard()
     parts = urlsplit(url)
@@ -29,8 +29,3 @@ def show_dashboard(peer: Peer, *, browser: bool, as_json: bool) -> None:
             f"{port}:127.0.0.1:{port} {printable(peer.address.rpartition(':')[0])}",
             file=sys.stderr,
         )
-    if browser:
-        import webbrowser
-
-        if not webbrowser.open(url):
-            raise PenstockError(f"no browser can be opened on this machine. Open {printable(url)} elsewhere")

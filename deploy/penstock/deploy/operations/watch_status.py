@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
 from penstock.deploy.console.peer import Peer
-from penstock.deploy.console.tables import Table, drawn
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
 from penstock.runtime.telemetry.cluster_columns import BOXES, EVENTS, SLOTS, WORKERS, Columns, cells
 from penstock.runtime.telemetry.cluster_view import ClusterView, view
@@ -127,11 +126,18 @@ def fit(rows: Sequence[int], height: int) -> list[int]:
 
 def _table(columns: Columns[Any], headings: Sequence[str], rows: Sequence[Any], count: int) -> RichTable:
     """Return the first `count` rows. A row's `alarm` decides its color."""
-    *others, last = headings
-    shown, more = rows[:count], len(rows) - count
-    table = Table("", (*others, f"{last.rstrip('>')} ({more} more)" if more else last), cells(columns, headings, shown))
-    styles = [STYLES[row.alarm] for row in shown]
-    return drawn(table, styles, no_wrap=True, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    more = f" ({len(rows) - count} more)" if len(rows) > count else ""
+    for number, heading in enumerate(headings, 1):
+        name = heading.rstrip(">") + (more if number == len(headings) else "")
+        table.add_column(name, justify="right" if heading.endswith(">") else "left", overflow="fold", no_wrap=True)
+    for row, texts in zip(rows[:count], cells(columns, headings, rows[:count]), strict=True):
+        # Text(), so that rich does not interpret text from a peer as markup.
+        table.add_row(*(Text(printable(text) or "-") for text in texts), style=STYLES[row.alarm])
+    return table
 
 
 def _sections(found: ClusterView) -> list[tuple[Columns[Any], Sequence[str], Sequence[Any]]]:

@@ -86,22 +86,13 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
         for place in known:
             place.position.carry()
     start, snapshots = _start(history, known, abandoned, step)
-    positions = [place.position for place in known]
-    with_digest = [position for position in positions if position.step >= step and position.chain is not None]
-    check = min(with_digest, key=lambda position: position.step, default=None)
-    unverified = ""
-    if start.position.chain is None:
-        check = None
-        unverified = f"the stream digest is not known at step {start.position.step}, where the replay starts"
-    elif check is None and history.attempt and step > _last(history):
+    near = step + max(FURTHER, step - start.position.step)
+    with_digest = [place.position for place in known if place.position.chain is not None]
+    later = [position for position in with_digest if step <= position.step <= near]
+    check = min(later, key=lambda position: position.step, default=None) if start.position.chain is not None else None
+    unverified = f"no stream digest is known both at step {start.position.step} and soon after step {step}"
+    if history.attempt and step > _last(history):
         unverified = f"the box has reported step {_last(history)}, and it is unknown whether this one was delivered"
-    elif check is None:
-        unverified = f"the stream digest is not known at step {step} or after it"
-    elif check.step - step > max(FURTHER, step - start.position.step):
-        unverified = (
-            f"the next step at which the stream digest is known is {check.step}, {check.step - step} steps later"
-        )
-        check = None
     return ReplayPlan(start, snapshots, abandoned, check, unverified)
 
 

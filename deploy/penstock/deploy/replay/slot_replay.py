@@ -135,17 +135,10 @@ class _SlotReplay:
         found = {
             "leaves": batch_tables.describe(self._batch),
             "samples": None if numbers is None else [[each.start, each.stop] for each in numbers],
-            "restore_keys": self._restore_keys(),
             "counts": None if counted is None else counts_as_dict(merged_rows([counted])),
             "samples_streamed": place.samples,
         }
         self._channel.send("done", json.dumps(found).encode(), digest=self._source.digest)
-
-    def _restore_keys(self) -> list[str] | None:
-        """Return the texts by which a source reads each row of the newest batch again, if any."""
-        name = self._source.key_field
-        keys = self._batch.get(name) if name is not None and isinstance(self._batch, Mapping) else None
-        return list(map(str, keys)) if isinstance(keys, list) else None
 
     def _done(self, **fields: Any) -> None:
         """Answer with the digests of the batches since the last answer, up to batch `total`."""

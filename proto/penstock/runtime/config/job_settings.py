@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.runtime.config.settings import FilePath, Section, Unit
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
 
@@ -33,6 +34,10 @@ class TlsFiles(Section):
     tls_name: Annotated[str, Unit("NAME")] = Field(
         "", description="Name to expect in the other end's certificate, instead of its address; `*` = that end's role."
     )
+
+    def tls(self) -> Tls | None:
+        """Return the TLS files, checked; None without TLS. Raises TlsError, which names the file and the remedy."""
+        return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
 
 
 class JobSettings(TlsFiles):
@@ -110,12 +115,16 @@ CLUSTER_KEYS = frozenset(
 """Keys that the section [cluster] of the settings file may have."""
 
 
-def check_file() -> None:
-    """Raise InvalidArgumentError if the settings file has an unknown key in the section [cluster] or [client]."""
+_SHARED = dict.fromkeys(CLUSTER_KEYS, "it is shared by the whole cluster and belongs in [cluster]")
+
+
+def check_file(*sections: type[Section]) -> None:
+    """Raise InvalidArgumentError if the settings file has an unknown key in [cluster] or in these sections."""
     file = read_settings_file()
     if file is None:
         return
-    file.check(CLUSTER, CLUSTER_KEYS)
-    elsewhere = {name: f"it goes into [{table}], as {key}" for name, (table, key) in JobSettings.places.items()}
-    known = [name for name in JobSettings.model_fields if JobSettings.place(name) == (JobSettings.table, name)]
-    file.check(JobSettings.table, known, {**elsewhere, **JobSettings.not_in_file})
+    file.check(CLUSTER, CLUSTER_KEYS, {})
+    for section in sections:
+        known = [name for name in section.model_fields if section.place(name) == (section.table, name)]
+        elsewhere = {name: f"it goes into [{table}], as {key}" for name, (table, key) in section.places.items()}
+        file.check(section.table, known, {**_SHARED, **elsewhere, **section.not_in_file})

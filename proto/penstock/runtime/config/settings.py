@@ -140,7 +140,7 @@ def variable(section: type[Section], field: str) -> str:
 
 
 def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
-    """Return field -> (source, value) of what a variable (source: name) or the file (FILE:LINE) sets. Empty: unset."""
+    """Return field -> (source, value) of what a variable (source: name) or the file (its path) sets. Empty: unset."""
     file = read_settings_file() if section.table else None
     there = {name.upper(): value for name, value in os.environ.items() if value}
     values: dict[str, tuple[str, Any]] = {}
@@ -152,22 +152,22 @@ def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
         elif file is not None and place is not None:
             value = file.tables.get(place[0], {}).get(place[1], "")
             if value != "":
-                values[field] = file.where(*place), _from_file(info, value, file)
+                values[field] = str(file.path), _from_file(info, value, file)
     return values
 
 
 def source_of(section: type[Section], field: str) -> str:
-    """Return where a field's value comes from if no argument: a variable's name, FILE:LINE, or "" for the default."""
+    """Return where a field's value comes from if no argument: a variable, the file's path, "" for the default."""
     return stated(section).get(field, ("", None))[0]
 
 
 @dataclass(frozen=True)
 class ResolvedSetting:
-    field: str
+    name: str
     value: Any
-    source: str
-    """Origin of the value: a variable's name, FILE:LINE or "default"; "" if a required setting has no value."""
-    problem: str = ""
+    source: str | None
+    """Origin of the value: a variable's name, the file's path or "default"; None if a required setting has no value."""
+    problem: str | None = None
 
 
 def find(section: type[Section]) -> list[ResolvedSetting]:
@@ -190,7 +190,7 @@ def find(section: type[Section]) -> list[ResolvedSetting]:
         elif source:
             resolved.append(ResolvedSetting(name, problems[name][1], source, problems[name][0]))
         else:
-            resolved.append(ResolvedSetting(name, None, ""))
+            resolved.append(ResolvedSetting(name, None, None))
     return resolved
 
 

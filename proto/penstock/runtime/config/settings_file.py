@@ -11,16 +11,15 @@ Its path is PENSTOCK_CONFIG (`--config`; /dev/null: no file), else ~/.config/pen
 run, so the working directory is not searched, and a file that other users own or can change is refused. It must not
 hold secrets, because such files get copied, mounted and committed. Paths in it are relative to its folder.
 
-pydantic-settings' own TomlConfigSettingsSource reports no lines, ignores a missing file, and opens any kind of file."""
+pydantic-settings' own TomlConfigSettingsSource ignores a missing file, and opens any kind of file."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 import stat
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +30,24 @@ CLUSTER = "cluster"
 TABLES = (CLUSTER, "coordinator", "worker", "client", "up")
 MAX_FILE = 1 << 20
 """Largest size of a settings file in bytes. A larger file must have been named by mistake."""
-_HEAD = re.compile(r"\s*\[\s*([\w-]+)\s*\]")
-_KEY = re.compile(r"""\s*(?:([\w-]+)\s*\.\s*)?["']?([\w-]+)["']?\s*=""")
 
 
 @dataclass(frozen=True)
 class SettingsFile:
     path: Path
     tables: Mapping[str, Mapping[str, Any]]
-    lines: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """(section, key) -> number of the line with the key, from 1."""
-
-    def where(self, table: str, key: str = "") -> str:
-        """Return "FILE:LINE" of a key; only the file's path if the line is unknown."""
-        line = self.lines.get((table, key))
-        return f"{self.path}:{line}" if line else str(self.path)
 
     def resolved(self, path: str) -> str:
         return os.path.join(self.path.absolute().parent, os.path.expanduser(path)) if path else path
 
-    def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:
+    def check(self, table: str, known: Collection[str], foreign: Mapping[str, str]) -> None:
         """Raise InvalidArgumentError for a key that is not in `known`. `foreign`: key -> reason, for the message."""
         for key in self.tables.get(table, {}):
             if key in known:
                 continue
-            where = self.where(table, key)
-            if foreign and key in foreign:
-                raise InvalidArgumentError(f"{where}: {key} must not be in [{table}]: {foreign[key]}")
-            raise InvalidArgumentError(f"{where}: [{table}] has no setting {key!r}{likely(key, known)}")
+            if key in foreign:
+                raise InvalidArgumentError(f"{self.path}: {key} must not be in [{table}]: {foreign[key]}")
+            raise InvalidArgumentError(f"{self.path}: [{table}] has no setting {key!r}{likely(key, known)}")
 
 
 def likely(name: str, known: Collection[str]) -> str:
@@ -103,11 +92,10 @@ def _read(path: Path) -> SettingsFile:
     if len(raw) > MAX_FILE:
         raise InvalidArgumentError(f"the settings file {path} must have at most {MAX_FILE} bytes, got more")
     try:
-        text = raw.decode()
-        tables = tomllib.loads(text)
+        tables = tomllib.loads(raw.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"the settings file {path} must be TOML: {error}") from None
-    return _checked(SettingsFile(path, tables, _lines(text)))
+    return _checked(SettingsFile(path, tables))
 
 
 def _refuse_others(path: Path, found: os.stat_result) -> None:
@@ -122,33 +110,20 @@ def _refuse_others(path: Path, found: os.stat_result) -> None:
 def _checked(file: SettingsFile) -> SettingsFile:
     for name, value in file.tables.items():
         keys = value if isinstance(value, dict) else {}
-        for table, key in [("", name), *((name, key) for key in keys)]:
+        for key in (name, *keys):
             if key.lower() in ("token", "tokens", "penstock_token"):
                 raise InvalidArgumentError(
-                    f"{file.where(table, key)}: this file must not hold a token: put it into a file of its own (chmod "
+                    f"{file.path}: this file must not hold a token: put it into a file of its own (chmod "
                     '600), and set token_file = "FILE" in [cluster]'
                 )
-        where = file.where("", name)
         if name not in TABLES:
             what = f"a section [{name}]" if isinstance(value, dict) else f"{name!r} outside a section"
-            raise InvalidArgumentError(f"{where}: the settings file must not have {what}{likely(name, TABLES)}")
+            raise InvalidArgumentError(f"{file.path}: the settings file must not have {what}{likely(name, TABLES)}")
         if not isinstance(value, dict):
             address = '. The coordinator\'s address is coordinator = "HOST:PORT" in [cluster]'
             remedy = address if name == "coordinator" else ""
-            raise InvalidArgumentError(f"{where}: {name} must be a section, [{name}], got a value{remedy}")
+            raise InvalidArgumentError(f"{file.path}: {name} must be a section, [{name}], got a value{remedy}")
     return file
-
-
-def _lines(text: str) -> dict[tuple[str, str], int]:
-    """Return (section, key) -> line, which tomllib does not report; perhaps wrong after a multi-line text."""
-    table, lines = "", dict[tuple[str, str], int]()
-    for number, line in enumerate(text.splitlines(), 1):
-        if head := _HEAD.match(line):
-            table = head[1]
-            lines.setdefault(("", table), number)
-        elif key := _KEY.match(line):
-            lines.setdefault((key[1] or table, key[2]), number)
-    return lines
 
 
 def token_file_of_settings() -> str:
@@ -157,5 +132,5 @@ def token_file_of_settings() -> str:
     named = file.tables.get(CLUSTER, {}).get("token_file", "") if file else ""
     if not isinstance(named, str):
         assert file is not None
-        raise InvalidArgumentError(f"{file.where(CLUSTER, 'token_file')}: token_file must be a path, got {named!r}")
+        raise InvalidArgumentError(f"{file.path}: token_file must be a path, got {named!r}")
     return file.resolved(named) if file and named else ""

@@ -203,11 +203,6 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
         """Counts of the samples up to the present position, by source and key; None without `counts`."""
         return self._counts.tally
 
-    @property
-    def key_field(self) -> str | None:
-        """Name of the field of a batch that holds its restore keys; None without `keys`."""
-        return self._key_field
-
     def _counts_part(self, aggregated: Mapping[str, Any]) -> dict[str, Any]:
         identity = self._identity
         return self._counts.part(aggregated, identity.box, identity.boxes, identity.turn().number)

@@ -201,12 +201,6 @@ class SlotLoader:
         return bool(self._ahead)
 
     @property
-    def key_field(self) -> str | None:
-        """Field of a batch with its restore keys, from the loader's `key_field`."""
-        name = getattr(self._loader, "key_field", None)
-        return name if isinstance(name, str) else None
-
-    @property
     def suspects(self) -> str:
         """Part of an error's sentence: the classes of loader and dataset, and the generators that they hold."""
         loader, generators = self._loader, self._generators

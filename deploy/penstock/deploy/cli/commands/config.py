@@ -27,9 +27,6 @@ def config(
             help="Command whose settings to show; client: a training job. Default: all.",
         ),
     ] = None,
-    example: Annotated[
-        bool, typer.Option("--example", help="Print a settings file with every setting, its meaning and its default.")
-    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Show the effective settings, and the source of each.
@@ -42,12 +39,7 @@ def config(
       penstock config                                   everything
       penstock config worker --config node.toml         what a worker would take from that file
       penstock config client --json | jq .settings      for a script
-      penstock config --example > ~/.config/penstock/config.toml
     """
-    from penstock.deploy.operations.list_settings import example as example_lines
     from penstock.deploy.operations.list_settings import show_config
 
-    if example:
-        print("\n".join(example_lines()))
-        return 0
     return show_config(of.value if of else None, as_json)

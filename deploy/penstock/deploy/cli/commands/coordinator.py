@@ -16,7 +16,7 @@ def coordinator(
     parent_pid: ParentPid = None,
     debug: Debug = False,
 ) -> None:
-    """Run the coordinator: it assigns slots (logical workers of a job) to workers and keeps the cluster state.
+    """Run the coordinator. It assigns slots (logical workers of a job) to workers and keeps the cluster state.
 
     Prints its address as one line once it is ready. If no token is set, the coordinator makes one, in STATE_DIR/token.
     Started again on the same directory, it continues from its journal.

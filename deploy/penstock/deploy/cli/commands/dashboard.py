@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from penstock.deploy.console.options import AsJson
 from penstock.deploy.console.peer import Peer
 
 
 def dashboard(
     peer: Peer,
-    browser: Annotated[bool, typer.Option("--open", help="Also open the URL in a browser.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the URL of the dashboard.
@@ -23,9 +18,9 @@ def dashboard(
     \b
     Examples:
       penstock dashboard                  of the run or the fleet that runs here
-      penstock dashboard --job lm --open
+      penstock dashboard --job lm
       penstock dashboard --coordinator head:7070
     """
     from penstock.deploy.operations.show_dashboard import show_dashboard
 
-    show_dashboard(peer, browser=browser, as_json=as_json)
+    show_dashboard(peer, as_json=as_json)

@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.console.app import Group, subcommands
+from penstock.deploy.console.app import subcommands
 from penstock.deploy.console.options import AsJson, listed, pairs_of
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Local folder of a dataset.")]
 
-data = subcommands(Group, no_args_is_help=True)
+data = subcommands(no_args_is_help=True)
 
 
 @data.callback()
 def _data() -> None:
-    """Index files of other libraries, look at a dataset, and convert it.
+    """Index, inspect, verify and convert datasets.
 
     \b
     Examples:
@@ -43,7 +43,7 @@ def data_index(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write an index for files that other libraries wrote, so that StreamingDataset can read the files in place.
+    """Write an index for files that other libraries wrote. StreamingDataset then reads them in place.
 
     If the command is killed, run it again: it continues where it stopped, or begins anew (Parquet, remote folders
     without --out or prepared by Energon).
@@ -67,7 +67,7 @@ def data_inspect(
     ] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Show a dataset's format, its shards, samples and bytes, its columns and its first samples.
+    """Show a dataset's format, size, columns and first samples.
 
     \b
     Examples:
@@ -81,9 +81,9 @@ def data_inspect(
 
 @data.command("verify")
 def data_verify(folder: Folder, as_json: AsJson = False) -> int:
-    """Read every sample of a dataset, and compare files with the hashes in its index.
+    """Read every sample of a dataset, to find damage.
 
-    Names each damaged or missing file; the exit code is then 28.
+    Compares files with the hashes in its index. Names each damaged or missing file; the exit code is then 28.
 
     \b
     Examples:
@@ -111,13 +111,6 @@ def data_convert(
     compression: Annotated[
         str, typer.Option("--compression", metavar="NAME", help="none, zstd, ... Default: none for MDS, else zstd.")
     ] = "default",
-    hashes: Annotated[
-        str | None, typer.Option("--hashes", metavar="A,B", help="Hashes of MDS files, or none. Default: xxh64.")
-    ] = None,
-    size_limit: Annotated[
-        str | None,
-        typer.Option("--size-limit", metavar="BYTES", help="Size of an MDS shard (64mb) or a row group (16mb)."),
-    ] = None,
     processes: Annotated[
         int | None,
         typer.Option(
@@ -152,8 +145,6 @@ def data_convert(
         columns=None if columns is None else listed("--columns", columns),
         types=pairs_of("--as", types or ()),
         compression=None if compression == "none" else compression,
-        hashes=None if hashes is None else [] if hashes == "none" else listed("--hashes", hashes),
-        size_limit=size_limit,
         processes=processes,
         keep_order=not own_order,
     )

@@ -6,10 +6,11 @@ from penstock.deploy.console.app import quiet_grpc
 
 
 def demo() -> int:
-    """Show what Penstock does, in under a minute: stream, kill a worker, save, resume elsewhere, compare.
+    """Show what Penstock does, in under a minute.
 
-    Starts a coordinator and two workers on this machine and ends them again. The exit code is 0 if the stream with
-    faults equals the stream without faults, batch by batch, else 1.
+    Streams, kills a worker, saves, resumes elsewhere, and compares. Starts a coordinator and two workers on this
+    machine and ends them again. The exit code is 0 if the stream with faults equals the stream without faults, batch by
+    batch, else 1.
 
     \b
     Examples:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from penstock.deploy.console.app import Group, subcommands
+from penstock.deploy.console.app import subcommands
 from penstock.deploy.console.options import LARGEST_SEED, AsJson
 from penstock.deploy.console.peer import Peer
 
 
-class _DefaultsByTarget(Group):
+class _DefaultsByTarget(TyperGroup):
     """Group of commands in which `penstock doctor` means `doctor machine`, and `penstock doctor TARGET` means `doctor
     loader TARGET`. A TARGET is the MODULE:NAME of an input_fn, or the folder of a checkpoint or of checkpoints."""
 
@@ -29,7 +30,7 @@ doctor = subcommands(_DefaultsByTarget)
 
 @doctor.callback()
 def _doctor() -> None:
-    """Check a machine, a cluster, a loader or a checkpoint, and print the remedies.
+    """Check a machine, a cluster, a loader or checkpoints. Prints the remedies.
 
     `penstock doctor` alone is `penstock doctor machine`; `penstock doctor MODULE:NAME` and `penstock doctor CHECKPOINT`
     are `penstock doctor loader ...`.
@@ -119,7 +120,7 @@ def doctor_loader(
     ] = 300.0,
     as_json: AsJson = False,
 ) -> int:
-    """Check whether a loader can be saved and resumed exactly, or whether checkpoints are intact.
+    """Check that a loader resumes exactly, or checkpoints are whole.
 
     For a loader: streams N batches with a snapshot after each, restores some snapshots in fresh processes, and compares
     the next batches. Exit code 0: the loader is exact. 30: a restored loader yields other batches. 31: the loader

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.cli.completion import run_names
 from penstock.deploy.console.options import LARGEST, LARGEST_BOX, AsJson
 from penstock.deploy.console.peer import Peer
 
@@ -24,7 +23,6 @@ def replay(
         typer.Argument(
             metavar="RUN",
             help="JOB/ORDINAL; JOB is JOB/0. Omit it to use a --checkpoint alone.",
-            autocompletion=run_names,
         ),
     ] = None,
     box: Annotated[
@@ -59,7 +57,7 @@ def replay(
     peer: Peer,
     as_json: AsJson = False,
 ) -> None:
-    """Recreate a delivered batch, bit for bit, and show its content.
+    """Recreate a delivered batch bit for bit and show its content.
 
     Runs the loader here, in child processes, from the nearest restart point: a snapshot, a checkpoint, or the start.
     Compares the result with the stream digest, if one was recorded. Needs your data, and --allow. If the coordinator

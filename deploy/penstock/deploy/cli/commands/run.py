@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.cli.completion import run_names
 from penstock.deploy.console.app import subcommands
 from penstock.deploy.console.options import LARGEST, AsJson
 from penstock.deploy.console.peer import Peer
@@ -16,7 +15,7 @@ run = subcommands(no_args_is_help=True)
 
 @run.callback()
 def _run() -> None:
-    """End a run whose training job is gone or hangs (`penstock run close JOB`).
+    """End a run whose training job is gone or hangs.
 
     \b
     Examples:
@@ -31,14 +30,13 @@ def run_close(
         typer.Argument(
             metavar="JOB[/ORDINAL]",
             help="The run, as `penstock status` shows it; JOB: all runs of the job.",
-            autocompletion=run_names,
         ),
     ],
     *,
     peer: Peer,
     as_json: AsJson = False,
 ) -> None:
-    """End a run, or all runs of a job, and free the slots of its workers at once.
+    """End a run, or all runs of a job. Frees the slots of its workers at once.
 
     A training job that still reads gets a SupersededError. The next launch opens the run again.
 
@@ -58,7 +56,6 @@ def mix(
         typer.Argument(
             metavar="JOB[/ORDINAL]",
             help="The run, as `penstock status` shows it; JOB if the job has one loader.",
-            autocompletion=run_names,
         ),
     ],
     *,
@@ -85,10 +82,11 @@ def mix(
     peer: Peer,
     as_json: AsJson = False,
 ) -> None:
-    """Change the weights of a running job's mixture from a step on, on all boxes, without a restart of the job.
+    """Change the weights of a running job's mixture.
 
-    A worker tries the change first. If that fails, or if a box has taken step S, nothing changes, and the error names
-    the lowest possible step. Later states, resumes and replays of the run include the change.
+    They change from a step on, on all boxes, without a restart of the job. A worker tries the change first. If that
+    fails, or if a box has taken step S, nothing changes, and the error names the lowest possible step. Later states,
+    resumes and replays of the run include the change.
 
     \b
     Examples:

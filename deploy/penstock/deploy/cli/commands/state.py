@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.cli.completion import run_names
 from penstock.deploy.console.options import LARGEST, AsJson
 from penstock.deploy.console.peer import Peer
 from penstock.proto.errors import InvalidArgumentError
@@ -19,7 +18,6 @@ def state(
         typer.Argument(
             metavar="RUN",
             help="JOB/ORDINAL as `penstock status` shows it; JOB is JOB/0. Or a FILE with a saved state.",
-            autocompletion=run_names,
         ),
     ],
     step: Annotated[
@@ -40,7 +38,7 @@ def state(
     peer: Peer,
     as_json: AsJson = False,
 ) -> None:
-    """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box.
+    """Show the state of a run at a step. It has one DataLoaderCheckpoint for each worker of every box.
 
     Does not disturb the run. A step whose state is no longer kept is an error that names the available steps. A FILE
     that encode_state or torch.save wrote is read without a coordinator.

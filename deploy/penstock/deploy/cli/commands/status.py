@@ -19,8 +19,7 @@ def status(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show runs, boxes, slots and workers: rates, and which box waits for which worker.
-
+    """Show runs, boxes, slots, workers and their rates. Names the worker that each box waits for.
 
     \b
     Examples:

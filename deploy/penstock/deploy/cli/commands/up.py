@@ -21,7 +21,7 @@ def up(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Start a coordinator and workers, and keep them running: here, or on Ray.
+    """Start and supervise a coordinator and workers. They run here, or on Ray.
 
     Once all are ready, prints the variables by which a training job finds the fleet. In the foreground Ctrl-C ends the
     fleet; otherwise `penstock down` does.
@@ -49,7 +49,7 @@ def down(
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """End what `penstock up` started, on any engine: workers first, then the coordinator.
+    """End what `penstock up` started. Workers end first, then the coordinator.
 
     Journal, token and logs stay, so that `penstock up` continues from there. Exit code 0 also if nothing runs.
 

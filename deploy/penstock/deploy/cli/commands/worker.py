@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.cli.completion import worker_names
 from penstock.deploy.console.app import completed, subcommands
 from penstock.deploy.console.exit_codes import guarded
 from penstock.deploy.console.options import AsJson, Debug, Flags, ParentPid, ReadyFile, TokenFile
@@ -26,7 +25,7 @@ def _worker(
     parent_pid: ParentPid = None,
     debug: Debug = False,
 ) -> None:
-    """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
+    """Run a worker daemon. It runs your input_fn in child processes and streams their batches.
 
     Prints its name as one line once the coordinator has registered it, for which it waits. On SIGTERM or Ctrl-C the
     daemon migrates its slots and ends. A second signal ends it immediately.
@@ -61,7 +60,7 @@ def _refuse_options_of_the_daemon(context: typer.Context) -> None:
 def drain_worker(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="The worker, as `penstock status` shows it.", autocompletion=worker_names),
+        typer.Argument(metavar="NAME", help="The worker, as `penstock status` shows it."),
     ],
     undo: Annotated[bool, typer.Option("--undo", help="Let the worker take slots again.")] = False,
     timeout: Annotated[
@@ -74,7 +73,7 @@ def drain_worker(
     peer: Peer,
     as_json: AsJson = False,
 ) -> None:
-    """Migrate a worker's slots to other workers, so that it can be stopped without a pause in training.
+    """Migrate a worker's slots to other workers. It can then be stopped without a pause in training.
 
     Each slot keeps running until another worker is ready to take it; if none has free capacity, it stays until workers
     join. The daemon gets no new slots, and keeps running: stop it once this command has succeeded.
