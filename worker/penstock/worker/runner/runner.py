@@ -19,7 +19,7 @@ from typing import NoReturn, cast
 
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import forks
-from penstock.runtime.process.end import kill_child, reap, signal_child
+from penstock.runtime.process.end import reap, signal_child
 from penstock.runtime.process.spawn import fork
 from penstock.worker.loader.start import compare_record, record_of
 from penstock.worker.processes.control_channel import (
@@ -156,6 +156,6 @@ class _Spare:
 
     def end(self) -> None:
         if self._pid:
-            kill_child(self._pid)
+            signal_child(self._pid)
             reap(self._pid)
             self._pid = 0
