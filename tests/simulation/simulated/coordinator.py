@@ -18,7 +18,8 @@ from penstock.appliance.core.cluster import Topic
 from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.appliance.limits import Limits
-from penstock.appliance.server.service import Service, TopicSignals
+from penstock.appliance.server.service import Service
+from penstock.appliance.server.topic_signals import TopicSignals
 
 __all__ = ["NAME", "Coordinator"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -13,11 +13,9 @@ from penstock.appliance.core.cluster import Topic
 from penstock.appliance.core.mixture_orders import AGAIN, MixtureOrders, Proposal
 from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.core.state_query import BoxState, MixtureTrial, StateQuery
+from penstock.appliance.server.topic_signals import TopicWaiter
 from penstock.proto.errors import SAME_RELEASE, DeadlineError, ProtocolError
 from penstock.proto.v1 import coordinator_pb2 as pb
-
-if TYPE_CHECKING:
-    from penstock.appliance.server.service import TopicWaiter
 
 LOOK_S = 0.2
 """Longest time in seconds until a waiting change is checked again."""

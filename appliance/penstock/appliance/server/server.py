@@ -27,7 +27,8 @@ from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.appliance.journal.snapshot_store import Store
 from penstock.appliance.limits import MEMORY_BUDGET, Limits
 from penstock.appliance.server.queue_probe import QueueProbe
-from penstock.appliance.server.service import Service, TopicSignals
+from penstock.appliance.server.service import Service
+from penstock.appliance.server.topic_signals import TopicSignals
 from penstock.proto.errors import JournalError
 from penstock.proto.rpc.channel import RunningServer, Tls, host_id, server_aio
 from penstock.proto.rpc.connection_limits import raise_file_limit

@@ -35,6 +35,7 @@ from penstock.appliance.server.mixture_calls import MixtureCalls
 from penstock.appliance.server.rate_limits import RateLimiter, address_of
 from penstock.appliance.server.recent_queries import RecentQueries
 from penstock.appliance.server.state_stream import in_json, packed, parts
+from penstock.appliance.server.topic_signals import TopicSignals
 from penstock.appliance.server.transfers import MinimumRate, ended_when_slow
 from penstock.proto.errors import (
     DeadlineError,
@@ -70,52 +71,6 @@ REPORT_S = 2.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Key = TypeVar("_Key")
-
-
-class TopicWaiter(asyncio.Event):
-    over = False
-    """True if the call must be answered now, because too many wait for the same topic."""
-
-    async def comes(self, until: float) -> bool:
-        """Wait for the topic's next change; False if there is none before `until`, in the event loop's time."""
-        self.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                return await self.wait()
-        return False
-
-
-class TopicSignals:
-    """Topics and the calls that wait for them, woken in order of arrival, so that simulations are repeatable."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}
-
-    def changed(self, topic: Topic) -> None:
-        for event in self._waiting.get(topic, ()):
-            event.set()
-
-    def wake_all(self) -> None:
-        for topic in self._waiting:
-            self.changed(topic)
-
-    @contextlib.contextmanager
-    def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
-        """Return a context in which a call waits for a topic; one more than `most` ends the oldest's wait (`over`)."""
-        event = TopicWaiter()
-        events = self._waiting.setdefault(topic, {})
-        if most is not None and len(events) >= most:
-            oldest = next(iter(events))
-            del events[oldest]
-            oldest.over = True
-            oldest.set()
-        events[event] = None
-        try:
-            yield event
-        finally:
-            events.pop(event, None)
-            if not events and self._waiting.get(topic) is events:
-                del self._waiting[topic]
 
 
 @contextlib.contextmanager
