@@ -227,13 +227,15 @@ def test_the_page_gets_sources_of_open_runs(live: Live) -> None:
 
 
 def test_a_worker_that_is_killed_is_a_fault(live: Live, browser: Any, watch: Watch) -> None:
+    slots = live.get("/api/status.json")["runs"][0]["boxes"][0]["slots"]
+    lost = sum(slot["worker"] == "w1" for slot in slots)
     os.killpg(live.workers["w1"].process.pid, signal.SIGKILL)
+    assert watch.has("worker lost")  # at once: later faults may leave it no line
     until(lambda: any("worker lost" in line for line in shown(browser, "#events li[data-fault=true]")))
     until(lambda: any("slot recovered" in line for line in shown(browser, "#events li")))
     assert "w1" not in shown(browser, "#workers tbody th")
     assert "alarm" in browser.execute_script("return document.querySelectorAll('#tiles div')[5].className")
-    assert watch.has("worker lost")
-    until(lambda: live.get("/api/status.json")["runs"][0]["recoveries"] == 2)
+    until(lambda: live.get("/api/status.json")["runs"][0]["recoveries"] >= lost > 0)
     assert complaints(browser) == []
 
 

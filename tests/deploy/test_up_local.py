@@ -66,18 +66,24 @@ def _ended(identity: Identity) -> bool:
 
 
 @pytest.fixture(scope="module")
-def fleet(module_shell: Any) -> Iterator[Fleet]:
-    shell = module_shell
-    done = shell.call(*UP)
-    assert done.returncode == 0, done.stderr
-    fleet = Fleet(shell)
-    assert done.stdout == (
-        f"export PENSTOCK_COORDINATOR={fleet.record().coordinator}\nexport PENSTOCK_TOKEN_FILE={fleet.folder.token}\n"
-    )
-    fleet.processes()
+def module_fleet(module_shell: Any) -> Iterator[Fleet]:
+    fleet = Fleet(module_shell)
     yield fleet
-    shell.call("down", "--dir", "fleet")
+    module_shell.call("down", "--dir", "fleet")
     assert fleet.gone()
+
+
+@pytest.fixture
+def fleet(module_fleet: Fleet) -> Fleet:
+    """The fleet of this module, started again if a test has ended it."""
+    fleet = module_fleet
+    if not fleet.folder.supervised:
+        done = fleet.shell.call(*UP)
+        assert done.returncode == 0, done.stderr
+        address, token = fleet.record().coordinator, fleet.folder.token
+        assert done.stdout == f"export PENSTOCK_COORDINATOR={address}\nexport PENSTOCK_TOKEN_FILE={token}\n"
+    fleet.processes()
+    return fleet
 
 
 def test_fleet_answers_and_its_folder_is_private(fleet: Fleet) -> None:
@@ -128,15 +134,15 @@ def test_nothing_outlives_a_killed_supervisor(fleet: Fleet) -> None:
     assert supervisor is not None
     assert supervisor.send(signal.SIGKILL)
     until(fleet.gone)
-    assert fleet.shell.call(*UP, "--workers", "1").returncode == 0  # over the record of the one that was killed
-    assert set(fleet.workers()) == {"penstock-1"}
+    assert fleet.shell.call(*UP).returncode == 0  # over the record of the one that was killed
+    assert set(fleet.workers()) == {"penstock-1", "penstock-2"}
 
 
 def test_down_leaves_no_process_and_is_idempotent(fleet: Fleet) -> None:
-    fleet.processes()
     done = fleet.shell.call("down", "--dir", "fleet", "--json")
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in json.loads(done.stdout)["ended"]] == ["supervisor", "coordinator", "penstock-1"]
+    ended = [line.split()[0] for line in json.loads(done.stdout)["ended"]]
+    assert ended == ["supervisor", "coordinator", "penstock-1", "penstock-2"]
     assert fleet.gone()
     log = (fleet.folder.logs / "coordinator.log").read_text()
     assert log.splitlines()[-1].endswith("stopped on request")
