@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client.checkpoint import AsyncCheckpointer
@@ -64,6 +64,7 @@ NESTED = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(NESTED)
 def test_nested_values_come_back(value: Any) -> None:
     encoded = encode(value)
@@ -71,6 +72,7 @@ def test_nested_values_come_back(value: Any) -> None:
     assert alike(decode(saved, how), value)
 
 
+@settings(max_examples=50)
 @given(LEAVES.filter(lambda value: value != b"") | st.lists(LEAVES.filter(lambda value: value != b"")))
 def test_plain_bytes_are_torch_s_own(value: Any) -> None:
     """torch.load takes them, by its own list of what is safe. (It knows no bytes without any.)"""

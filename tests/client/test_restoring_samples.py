@@ -37,18 +37,18 @@ def test_sample_is_reread_with_the_runs_seed() -> None:
     assert loader.can_restore_sample()
     random.seed(5)
     before = random.getstate()
-    with Appliance(seed=11):
+    with Appliance(seed=11, num_workers_per_box=0):
         assert [loader.restore_sample(key) for key in batch["keys"]] == batch["batch"].tolist()
         assert loader.config() == {"input_fn": loader.name, "loader": whole.config()}
     assert random.getstate() == before
     error = pytest.raises(StateMismatchError, match="the restore key must have the digest")
-    with Appliance(seed=12), error:
+    with Appliance(seed=12, num_workers_per_box=0), error:
         loader.restore_sample(batch["keys"][0])
 
 
 def test_of_a_loaded_state_it_is_the_state_s_seed() -> None:
     loader = DataLoader(numbers)
-    with Appliance(seed=11):
+    with Appliance(seed=11, num_workers_per_box=0):
         state = loader.state_dict()
     batch = next(iter(numbers(seed=11)))
     resumed = DataLoader(numbers)

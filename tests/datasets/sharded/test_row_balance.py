@@ -41,7 +41,7 @@ def fleet(endless: bool, shape: tuple[int, int], before: Fleet | None = None, **
 SHAPES = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 1), (8, 1), (5, 2)])
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.booleans(), st.lists(st.tuples(SHAPES, st.integers(0, 5)), min_size=1, max_size=3))
 def test_steps_keep_their_rows_over_any_chain(endless: bool, shapes: list[Any]) -> None:
     whole = fleet(endless, (1, 1)).take(sum(count for _, count in shapes))
@@ -69,27 +69,27 @@ def test_boxes_get_their_rows_back() -> None:
     """After steps on another topology each box has the rows that it would have had without it: the number of the step,
     which decides who gets the most expensive row, counts on."""
     balance = Balance(COSTS)
-    whole = fleet(True, (3, 2), balance=balance).take(16)
+    whole = fleet(True, (3, 2), balance=balance).take(12)
     before = fleet(True, (3, 2), balance=balance)
-    first = before.take(6)
+    first = before.take(4)
     between = fleet(True, (1, 1), before, balance=balance)
     between.take(4)
     after = fleet(True, (3, 2), between, balance=balance)
-    assert [*first, *after.take(6)] == [*whole[:6], *whole[10:]]
+    assert [*first, *after.take(4)] == [*whole[:4], *whole[8:]]
 
 
 def test_boxes_have_about_the_same_cost() -> None:
     """With costs of few rows that are too large for a box, and each record's own cost."""
     costs = np.random.default_rng(1).uniform(1, 100, RECORDS)
     loader = ShardLoader(source(endless=True), global_batch_size=128, rank=(0, 8), balance=Balance(costs))
-    found = loader.imbalance(4)
+    found = loader.imbalance(2)
     assert found.plain > 1.1
     assert found.balanced < 1.01
     boxes = [
         ShardLoader(source(endless=True), global_batch_size=128, rank=(box, 8), balance=Balance(costs), collate_fn=list)
         for box in range(8)
     ]
-    sums = np.array([[costs[rows].sum() for rows, _ in zip(box, range(4), strict=False)] for box in boxes])
+    sums = np.array([[costs[rows].sum() for _, rows in zip(range(2), box, strict=False)] for box in boxes])
     assert np.mean(sums.max(axis=0) / sums.mean(axis=0)) == pytest.approx(found.balanced)
 
 
@@ -106,7 +106,7 @@ def test_costs_are_those_of_the_records() -> None:
     )
     asked.clear()
     whole = ShardLoader(source(endless=True), global_batch_size=30, collate_fn=list)
-    for own, rows, _ in zip(loader, whole, range(24), strict=False):
+    for _, own, rows in zip(range(12), loader, whole, strict=False):
         assert set(own) <= set(rows)
         assert sorted(asked[-1].tolist()) == sorted(rows)
 
