@@ -49,7 +49,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock dist proto proto-check proto-baseline cli weight lint format format-check types docs collect pytest pytest-slow test slow simulate chaos histories fuzz demo
+.PHONY: help setup lock dist proto proto-check proto-baseline cli weight lint format format-check types docs compile pytest pytest-slow test slow simulate chaos histories fuzz demo
 .PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers bench-readers gpu storm peers pythons versions clean
 
 help: ## list the targets
@@ -110,8 +110,9 @@ types: $(STAMP) ## mypy, strict
 docs: $(STAMP) ## the pages of docs/ as HTML in build/docs; a warning is an error
 	$(BIN)/sphinx-build -q -W --keep-going -n -d build/doctrees docs build/docs
 
-collect: $(STAMP) ## the tests can be imported; on a fresh clone this compiles them, once for all processes of pytest
-	@said=$$(PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -qq 2>&1) || { echo "$$said" >&2; exit 1; }
+compile: $(STAMP) ## bytecode of modules and tests, which a fresh clone lacks: once, and not in each process of pytest
+	@$(BIN)/python -m compileall -q -x '/(test_[^/]*|conftest)\.py$$' proto appliance worker client deploy tests
+	@$(BIN)/python tests/support/compile_tests.py
 
 # Hundreds of processes are started: without bytecode on disk each one would compile our modules anew.
 pytest: $(STAMP) ## the tests alone, without the slow suites; PYTEST_ARGS replaces "-n 5 --dist loadfile --no-loadscope-reorder"
@@ -121,7 +122,7 @@ pytest-slow: $(STAMP) ## the slow suites alone: whole trainings, programs, pages
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m slow $(PYTEST_ARGS)
 
 test: $(STAMP) ## the checks of the code, and the tests without the slow suites; CI runs `make slow` too
-	$(MAKE) --no-print-directory -j 2 lint format-check proto-check collect
+	$(MAKE) --no-print-directory -j 2 compile proto-check lint format-check
 	$(MAKE) --no-print-directory -j 2 types pytest  # the tests wait now and then, and leave room for mypy
 
 slow: $(STAMP) ## the pages of docs/, and the slow suites

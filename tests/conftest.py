@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import os
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # that of trio imports trio, in each process of pytest
 import hypothesis
+from hypothesis.internal.conjecture import providers
 
 HERE = Path(__file__).parent
 # inputs: users' modules, which workers import too. support: what several test modules need.
@@ -44,32 +47,53 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 hypothesis.settings.register_profile("landing", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("landing")
+# Each process would read all our modules for constants to draw, a second of a core, and draw others in another order of
+# files, because it knows those that are imported so far.
+providers._get_local_constants = lambda: providers._local_constants
 
 LONGEST = (
+    "system/test_mix",
+    "model/test_mutations",
     "integrations/test_kill_and_resume",
-    "deploy/test_dashboard",
     "docs/test_blocks",
-    "deploy/test_doctor",
     "checkpoint/test_killed_writer",
     "benchmarks/test_checkpoint",
+    "deploy/test_doctor",
+    "deploy/test_dashboard",
+    "deploy/test_mix_command",
+    "deploy/test_telemetry",
+    "model/test_histories",
     "system/test_user_code",
-    "system/test_resume",
-    "system/test_elastic",
     "system/test_embedded",
-    "system/test_stopped",
-    "system/test_appliance_contract",
-    "system/test_coordinator_faults",
-    "system/test_checkpoints",
-    "system/test_daemon_faults",
     "system/test_runner_user",
-    "system/test_worker_loss",
+    "system/test_runner_faults",
+    "system/test_elastic",
+    "system/test_stopped",
     "system/test_partitions",
-    "system/test_client_faults",
     "system/test_network_faults",
+    "system/test_daemon_faults",
+    "system/test_coordinator_faults",
+    "system/test_memory_limit",
+    "system/test_replay",
+    "system/test_appliance_contract",
+    "system/test_disk_faults",
+    "system/test_client_faults",
     "system/test_chains",
+    "worker/test_children",
 )
 """Files that take more than half a minute, the longest first; those of one folder, which share daemons, together."""
-STARTING = ("system", "integrations", "deploy", "client", "checkpoint", "docs", "packaging")
+STARTING = (
+    "system",
+    "integrations",
+    "deploy",
+    "client",
+    "checkpoint",
+    "model",
+    "security",
+    "simulation",
+    "docs",
+    "packaging",
+)
 """Folders whose tests start processes and wait for them."""
 SLOW_SUITES = {
     "benchmarks",
@@ -100,6 +124,7 @@ of real processes at many moments. Each protects a whole that the other tests pr
 fault in tests/simulation, tests/appliance and tests/worker, a lost worker and a resume in tests/system."""
 
 
+@cache
 def _is_slow(path: Path) -> bool:
     """Return True for a file or a folder of the slow suites."""
     inside = path.relative_to(HERE)
@@ -118,9 +143,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the slow suites, and sort the files: long ones first, and then folders that start processes. A file that
     takes a minute and comes last keeps one process busy and the others idle. What is left at the end is short."""
 
-    def rank(item: pytest.Item) -> int:
-        path = item.path.relative_to(HERE)
-        name, folder = path.with_suffix("").as_posix(), path.parts[0]
+    @cache
+    def rank(path: Path) -> int:
+        name, folder = path.relative_to(HERE).with_suffix("").as_posix(), path.relative_to(HERE).parts[0]
         if name in LONGEST:
             return LONGEST.index(name)
         return len(LONGEST) + (STARTING.index(folder) if folder in STARTING else len(STARTING))
@@ -128,13 +153,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _is_slow(item.path):
             item.add_marker("slow")
-    items.sort(key=rank)
+    items.sort(key=lambda item: rank(item.path))
 
 
 def pytest_collection_finish() -> None:
     """Freeze the objects that were imported and collected so far, because they stay to the end. The garbage collector,
     which many tests call, would look at them each time: half a second with thousands of tests, instead of a
-    millisecond."""
+    millisecond. And have this process's appliances start by forks."""
+    if "penstock.client.embedded" in sys.modules:
+        warm_daemons = importlib.import_module("warm_daemons")  # by the path above
+        warm_daemons.install()
     gc.freeze()
     gc.enable()
 

@@ -95,7 +95,13 @@ class _Interpreter:
             self._process = subprocess.Popen(
                 [*python, "-m", "interpreters", str(theirs.fileno())],
                 # Without threads of libraries: one that has any cannot be forked.
-                env={**os.environ, **dict.fromkeys(THREADS, "1"), "PYTHONPATH": os.pathsep.join(PATHS)},
+                # And with the hash seed of runners, for fork servers.
+                env={
+                    **os.environ,
+                    **dict.fromkeys(THREADS, "1"),
+                    "PYTHONHASHSEED": "0",
+                    "PYTHONPATH": os.pathsep.join(PATHS),
+                },
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,
