@@ -8,7 +8,7 @@ from documented import REPO
 
 
 def test_the_notebook_runs() -> None:
-    notebook = nbformat.read(REPO / "examples/notebook/penstock.ipynb", nbformat.NO_CONVERT)  # type: ignore[no-untyped-call]
+    notebook = nbformat.read(REPO / "examples/notebook/penstock.ipynb", nbformat.NO_CONVERT)
     assert not [cell for cell in notebook.cells if cell.get("outputs")], "commit it without outputs"
     nbclient.NotebookClient(notebook, timeout=110).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
