@@ -109,6 +109,23 @@ def test_recycled_runner_costs_no_loss(outgrown: bool) -> None:
             break
 
 
+def test_only_the_runner_before_counts_as_outgrown() -> None:
+    worker, box = opened(FakeCluster(), skip=False)
+
+    def outgrown() -> None:
+        report = worker.slot_report(worker.of(0), pb.FAILED)
+        report.lost = report.recycle = report.outgrown = True
+        worker.heartbeat(report)
+
+    outgrown()
+    worker.ready()
+    worker.lose(worker.of(0))  # after hours, it may be, of one that held no more than it might
+    outgrown()
+    assert box.phases() == ["STARTING", "READY"]
+    outgrown()
+    assert box.phases() == ["FAILED", "READY"]
+
+
 def test_a_place_that_is_none_is_not_quarantined() -> None:
     """User code can write into the memory where its runner notes what it makes."""
     world = FakeCluster()

@@ -182,6 +182,21 @@ async def test_stalled_transfer_frees_its_budget(client: AsyncCoordinatorClient,
         assert reply.refused == ""
 
 
+@limited(part_s=1.0)
+@on_coordinator()
+async def test_stalled_blob_is_given_up(client: AsyncCoordinatorClient, address: str) -> None:
+    """Jobs that start wait for its room."""
+
+    async def half() -> AsyncIterator[pb.BlobPart]:
+        yield pb.BlobPart(blob=blob_name(b"whole"), size=5)
+        yield pb.BlobPart(data=b"wh")
+        await asyncio.Event().wait()
+
+    async with connect_aio(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"or none for 1 s"):
+            await CoordinatorStub(channel).PutBlob(half(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+
+
 def test_delivered_snapshots_leave_the_disk(tmp_path: Path) -> None:
     def on_disk() -> list[int]:
         with contextlib.closing(sqlite3.connect(tmp_path / "snapshots.db")) as db:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.restoring.restore import load
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, InvalidArgumentError
-from penstock.proto.state.checkpoint_files import MANIFEST, checkpoints, leftovers, newest
+from penstock.proto.state.checkpoint_files import MANIFEST, checkpoints, leftovers, newest, pinned
 
 
 def fill(checkpointer: AsyncCheckpointer, *steps: int) -> None:
@@ -140,6 +141,30 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     found = newest(tmp_path)
     assert found is not None
     assert [one.step for one in checkpoints(tmp_path) if not one.damage] == [4, 2]
+
+
+def test_one_that_is_read_is_not_deleted(tmp_path: Path) -> None:
+    """Neither as surplus, nor because a save of its step has replaced it, nor as a leftover of that."""
+
+    def steps() -> list[int]:
+        return [one.step for one in checkpoints(tmp_path)]
+
+    filled(tmp_path, 1, 2)
+    with pinned(tmp_path / "step-1") as folder:
+        filled(tmp_path, 3, keep_last=1)
+        assert steps() == [3, 1]
+        for step in (1, 4):
+            filled(tmp_path, step)
+            assert os.stat("__0_0.distcp", dir_fd=folder).st_size
+    filled(tmp_path, 5, keep_last=1)
+    assert steps() == [5]
+    assert not leftovers(tmp_path)
+
+
+def test_all_ranks_load_the_save_that_was_chosen(tmp_path: Path) -> None:
+    """A rank that finds another save in its place loads nothing: the ranks choose again."""
+    filled(tmp_path, 1)
+    assert load(tmp_path / "step-1", "00000000", {"x": torch.zeros(1000)}, 0, 1, False) is None
 
 
 def network(seed: int = 0, **options: Any) -> nn.Sequential:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -284,6 +284,18 @@ def test_a_sole_workers_state_fits_any_topology(make: Make, directly: bool) -> N
             loader.load_state_dict(state if directly else loader.deaggregate_state_dict(state))
             workers.append(iter(loader))
     assert [next(workers[step % 2]) for step in range(4)] == [*islice(stream, 4)]
+
+
+def test_who_makes_the_next_batch_is_saved_again_after_a_change_of_the_batch_size(make: Make) -> None:
+    """The launch that changes it begins with the slot whose turn it was, and so must what resumes from that launch.
+    Epochs of 40 rows end."""
+    cluster = AllWorkers(lambda: make(batch_size=4), (1, 2))
+    rows = list(chain.from_iterable(cluster.take(3)))
+    for count in (3, 1, 4, 6, 3, 1):
+        cluster = AllWorkers(lambda: make(batch_size=2), (1, 2), cluster)
+        rows += chain.from_iterable(cluster.take(count))
+    whole = AllWorkers(lambda: make(batch_size=4), (1, 1))
+    assert rows == list(chain.from_iterable(whole.take(12)))
 
 
 @finite

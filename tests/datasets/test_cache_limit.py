@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from shard_folder import make_shards, raw_bytes, size_of_files
+from shard_folder import HASH, make_shards, raw_bytes, size_of_files
 from shard_server import Fault, ShardServer
 from waiting import until
 
@@ -124,6 +124,18 @@ def test_awaited_shard_evicts_prefetched_ones(server: ShardServer, make: Make, t
         warnings.simplefilter("error")
         use(make(), shards[3])
     assert size_of_files(tmp_path / "cache") <= 3 * SIZE
+
+
+def test_raw_files_go_before_packed_ones(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    """Inflating again is cheaper than fetching again."""
+    shards = make_shards(server.folder, 4, SIZE, compression="zstd")
+    cache = make(limit=3 * SIZE + SIZE // 10, keep_packed=True, validate=HASH)
+    for shard in shards:
+        use(cache, shard)
+    assert len(list((tmp_path / "cache").glob("shard.*.mds.zstd"))) == 4
+    assert there(tmp_path) == [3]
+    use(cache, shards[0])
+    assert set(server.requests.values()) == {1}
 
 
 def test_only_copies_are_never_evicted(server: ShardServer, make: Make, tmp_path: Path) -> None:

@@ -22,6 +22,43 @@ while [ -n "$(jobs -pr)" ]; do wait; done
 """
 """Replace Slurm's srun: two tasks, here."""
 
+FAKES = {
+    "penstock": """#!/bin/bash
+trap 'exit 0' TERM
+if [ "$1" = coordinator ]; then
+    echo start >> "$FAKES/starts"
+    while [ "$1" != --ready-file ]; do shift; done
+    echo 127.0.0.1:4711 > "$2"
+    sleep 0.3
+    exit 14
+fi
+while :; do sleep 0.05; done
+""",
+    "srun": """#!/bin/bash
+echo $$ > "$FAKES/step"
+while [[ $1 == --* ]]; do shift; done
+SLURM_PROCID=0 exec "$@"
+""",
+    "scancel": """#!/bin/bash
+kill -TERM "$(< "$FAKES/step")"
+""",
+}
+"""Replace Penstock and Slurm: a worker, and a coordinator whose state cannot be read."""
+
+
+def test_failed_coordinator_ends_the_job_with_its_code(tmp_path: Path) -> None:
+    for name, text in FAKES.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "penstock"}
+    folders = {"FAKES": str(tmp_path), "PENSTOCK_FOLDER": str(tmp_path / "own")}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **slurm, **folders, "PATH": path}
+    done = subprocess.run(["bash", str(SERVICE)], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 14, done.stderr
+    assert "the coordinator is gone (status 14)" in done.stderr
+    assert (tmp_path / "starts").read_text() == "start\n", "another try would not help"
+
 
 def test_job_script_runs_and_ends_daemons(shell: Any, tmp_path: Path) -> None:
     """A killed worker comes back, and a killed coordinator at its address; SIGTERM ends all, as scancel does."""

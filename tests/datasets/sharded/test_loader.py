@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed import Counting, Listed
-from tests.datasets.sharded.contract import SEED, Fleet, Make, Shape
+from tests.datasets.sharded.contract import SEED, Fleet, Shape
 
-from penstock.data import Repeated
 from penstock.data.ordering.partition import Partition
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -161,22 +160,6 @@ def test_endless_worker_opens_only_its_own_shards() -> None:
     again = [opening for source in sources[6:] for opening in source.opened]
     assert {shard for shard, _ in again} == set(range(24))
     assert {index for _, index in again} == {10}, "each was opened where it was left"
-
-
-def test_who_makes_the_next_batch_is_saved_again_after_a_change_of_the_batch_size() -> None:
-    """The launch that changes it begins with the slot whose turn it was, and so must what resumes from that launch."""
-    cases: list[tuple[Make, dict[str, Any]]] = [
-        (lambda: Listed([40, 40], known=True), {}),
-        (lambda: Repeated(Listed([40, 40], known=True)), {"block": 4}),
-    ]
-    for made, options in cases:
-        fleet = Fleet(made, (1, 2), global_batch_size=4, **options)
-        rows = list(itertools.chain.from_iterable(fleet.take(3)))
-        for count in (3, 1, 4, 2):
-            fleet = Fleet(made, (1, 2), fleet, global_batch_size=2, **options)
-            rows += itertools.chain.from_iterable(fleet.take(count))
-        whole = Fleet(made, (1, 1), global_batch_size=2, **options)
-        assert rows == list(itertools.chain.from_iterable(whole.take(16)))
 
 
 def test_epoch_after_an_endless_one_differs(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from penstock.appliance.core import box_progress, recovery
+from penstock.appliance.core import box_progress, opening, recovery
 from penstock.appliance.core.attempts import Attempts
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.mixture_orders import MixtureOrders
@@ -134,6 +134,23 @@ MUTATIONS = (
         "self._cluster.journal.put(",
         "dict(",
         seed=6,
+    ),
+    Mutation(
+        "a new launch waits for the old one's lease",
+        opening,
+        "decide",
+        "if key and key != current.key:",
+        "if False:",
+        seed=21,
+    ),
+    Mutation("what was dropped stays counted", SnapshotIndex, "_drop", "self.used -= old.size", "pass"),
+    Mutation(
+        "two changes of the mixture are decided at once",
+        MixtureOrders,
+        "_attempt",
+        "if attempt.fence is not None and not own:",
+        "if False:",
+        seed=8,
     ),
     Mutation(
         "a change of the mixture restarts no slot",

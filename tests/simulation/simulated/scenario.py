@@ -254,10 +254,15 @@ class History:
             await self._order(name, undo=True)
 
     async def _mixture_changes(self) -> None:
-        """Change the mixture of a run by an operator's order, soon before or after what the boxes take, and repeat the
-        order if no answer comes."""
+        """Change the mixture of a run by an operator's order; sometimes two operators order at once."""
+        job = self.world.rng.choice(self.jobs)
+        if self.world.rng.random() < 0.3:
+            self.world.fate.spawn(self._mixture_change(job))
+        await self._mixture_change(job)
+
+    async def _mixture_change(self, job: Job) -> None:
+        """Order it soon before or after what the boxes take, and repeat the order if no answer comes."""
         rng = self.world.rng
-        job = rng.choice(self.jobs)
         reached = max((box.taken for box in job.members), default=0)
         self.sessions += 1
         request = pb.ChangeMixtureRequest(run=job.plan.name, key=f"c{self.sessions}", deadline_s=8.0)

@@ -20,7 +20,7 @@ from simulated.virtual import Process, World
 from simulated.worker import AWAY, CALL_S, HOLD_S, Take
 
 from penstock.client.stream.box_progress import EpochStarts
-from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
+from penstock.proto.errors import AuthenticationError, BoxTakenError, DeadlineError, PenstockError
 from penstock.proto.rpc.bounds.reply_parts import StateParts, blob_name
 from penstock.proto.rpc.calls import FetchedState, blob_parts
 from penstock.proto.state.position import Position
@@ -103,6 +103,8 @@ class Box:
             watch.cancel()
             await self._close()
         except PenstockError as error:
+            if self.job.keyed and isinstance(error, BoxTakenError):
+                self.job.world.violated("a new launch gets its place", error.message)
             self.doing = "ended"
             if self.attempt:
                 await self._close()

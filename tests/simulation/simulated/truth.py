@@ -49,11 +49,13 @@ PROMISES = (
     "nothing waits unnamed",
     "a lease is whole",
     "a durable snapshot can be had",
+    "the budget has what is kept",
     "a saved state is what was delivered",
     "a state that cannot be had is named",
     "batches come once and in order",
     "a change of the mixture is exact",
     "a ticket opens its lane",
+    "a new launch gets its place",
     "no exception is left over",
     "every run ends",
 )
@@ -169,6 +171,11 @@ class Truth:
     def _check_snapshots(self, state_machine: StateMachine) -> None:
         """Check that acknowledged snapshots, or equally good ones, serve every position that may be asked for."""
         snapshot_index = state_machine.cluster.snapshot_index
+        kept_by_slot = [kept for slots in snapshot_index._snapshots.values() for kept in slots.values()]
+        held = sum(one.size for kept in kept_by_slot for one in kept)
+        held += sum(blob.size for blob in snapshot_index._blobs.values())
+        counted = snapshot_index.used
+        self._must(counted == held, "the budget has what is kept", f"{counted} bytes are counted, {held} are kept")
         for attempt in state_machine.cluster.open_attempts():
             for box in attempt.boxes.values():
                 plan = self.plan(attempt.run, box.number)
@@ -258,9 +265,10 @@ class Truth:
             self.before.hung_up.discard(request.worker)
         elif method == "ChangeMixture":
             rows = [row for row in tables["mixture_changes"].values() if row["run"] == reply.run]
-            told = [records_pb2.MixtureChange.FromString(row["change"]).key for row in rows]
-            must(told.count(reply.change.key) == 1, promise, f"change {reply.change.key} of {reply.run}")
-            self.mixed(reply.run, reply.change)
+            made = {records_pb2.MixtureChange.FromString(row["change"]).key: row["number"] for row in rows}
+            once = len(made) == len(rows) and reply.change.key in made
+            must(once, promise, f"change {reply.change.key} of {reply.run}")
+            self.mixed(reply.run, made[reply.change.key], reply.change)
         elif method == "PutSnapshot" and not reply.refused:
             header = request[0].header
             key = SlotKey(header.run, header.attempt, header.box, header.slot)
@@ -307,12 +315,15 @@ class Truth:
         # Once, even by the same worker: a second runner of one generation would begin again from its beginning.
         other = self._owners.setdefault(key, owner)
         self._must(other is owner, "one owner per slot and generation", f"{key} is started by {owner} after {other}")
-        for change in assignment.mixture_changes:
-            self.mixed(key[0], change)
+        for number, change in enumerate(assignment.mixture_changes):
+            self.mixed(key[0], number, change)
         return self.plan(key[0], key[2])
 
-    def mixed(self, run: str, change: records_pb2.MixtureChange) -> None:
-        """A change is told: no box has taken its step. Runners that know it start after they are told."""
+    def mixed(self, run: str, number: int, change: records_pb2.MixtureChange) -> None:
+        """A change is told: no box has taken its step. Runners that know it start after they are told. It was tried on
+        a loader with all changes before it."""
+        known = f"change {number} of {run} was tried with {change.epoch} changes"
+        self._must(change.epoch == number, "a change of the mixture is exact", known)
         if change.step in self.mixed_from[run]:
             return
         self.mixed_from[run][change.step] = change.attempt
@@ -424,6 +435,9 @@ class Truth:
         what = f"{plan.name} at step {step}: {type(error).__name__} {error.message}"
         named = bool(error.message) and "waited for ." not in error.message
         self._must(named, "a state that cannot be had is named", what)
+        # Boxes in a collective are at most a step ahead of the one that saves, whatever fails.
+        kept = not plan.collective or "retention_steps=" not in error.message
+        self._must(kept, "a state that cannot be had is named", f"{what}, although it is in the window")
         if self.healed_at and began > self.healed_at:
             fair = self._may_fail(plan, error, held_up)
             self._must(fair, "a state that cannot be had is named", f"{what}, although nothing was broken")

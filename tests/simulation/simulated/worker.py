@@ -314,7 +314,8 @@ class Runner:
         while self.phase != pb.READY:
             await self._change()
         if request.HasField("mixture"):
-            change = records_pb2.MixtureChange(position=request.mixture.steps)
+            known = len(self.assignment.mixture_changes)
+            change = records_pb2.MixtureChange(position=request.mixture.steps, epoch=known)
             return pb.MixturePlan(change=change).SerializeToString()
         while True:
             end = self.ends.get(epoch - 1, began)
