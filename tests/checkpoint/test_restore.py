@@ -16,7 +16,7 @@ from torch import nn
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.restoring.restore import load
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, InvalidArgumentError
-from penstock.proto.state.checkpoint_files import MANIFEST, checkpoints, leftovers, newest, pinned
+from penstock.proto.state.checkpoint_files import INDEX, MANIFEST, checkpoints, leftovers, newest, pinned
 
 
 def fill(checkpointer: AsyncCheckpointer, *steps: int) -> None:
@@ -93,6 +93,16 @@ def test_damage_names_the_newest_good_one(checkpointer: AsyncCheckpointer, harm:
         assert checkpointer.latest() == 1
     fill(checkpointer, 3)  # and the training goes on
     assert back(checkpointer) == (3, 3.0)
+
+
+def test_a_flipped_bit_of_the_index_is_found(checkpointer: AsyncCheckpointer) -> None:
+    fill(checkpointer, 1, 2)
+    path = checkpointer.folder / "step-2" / INDEX
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointCorruptError, match=r"its index .* must have the checksum .* undamaged one is step=1"):
+        back(checkpointer)
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
