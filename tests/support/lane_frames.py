@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64
 
+from penstock.proto.errors import LaneLostError
 from penstock.proto.lane import tcp
 from penstock.proto.lane.frames import Ack, Frame, pack_shapes, read_ack, read_frame
 from penstock.proto.lane.tcp import SEAL, check_of, is_checked
@@ -55,8 +56,11 @@ def shapes_of(packed: bytes) -> list[int]:
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
     sock.settimeout(timeout)
-    seal = received(sock, SEAL.size)
-    message = received(sock, tcp.length_of(seal))
+    try:
+        seal = received(sock, SEAL.size)
+        message = received(sock, tcp.length_of(seal))
+    except AssertionError as error:
+        raise LaneLostError(str(error)) from error
     tcp.check_message(seal, 0, message)
     return tcp.parsed_hello(message)
 
