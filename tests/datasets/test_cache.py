@@ -42,13 +42,19 @@ def held_bytes(cache: ShardCache, shard: Shard) -> bytes:
 
 
 @pytest.mark.parametrize("compression", ["", *COMPRESSIONS])
-def test_what_is_held_is_the_raw_file(server: ShardServer, make: Make, tmp_path: Path, compression: str) -> None:
+@pytest.mark.parametrize("keep_packed", [False, True])
+def test_what_is_held_is_the_raw_file(
+    server: ShardServer, make: Make, tmp_path: Path, compression: str, keep_packed: bool
+) -> None:
     shards = make_shards(server.folder, 2, SIZE, compression=compression)
-    cache = make(validate=HASH)
+    cache = make(validate=HASH, keep_packed=keep_packed)
     for _ in range(2):
         assert [held_bytes(cache, shard) for shard in shards] == [raw_bytes(n, SIZE) for n in range(2)]
     assert set(server.requests.values()) == {1}
-    assert names(tmp_path / "cache") == {shard.name for shard in shards}
+    remote = {shard.name for shard in shards}
+    if compression and keep_packed:
+        remote |= {file.packed.name for shard in shards for file in shard.files if file.packed}
+    assert names(tmp_path / "cache") == remote
 
 
 def test_what_is_no_index_does_not_stay(server: ShardServer, make: Make, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,13 @@ import pytest
 from shard_folder import make_shards, raw_bytes
 from shard_server import ShardServer
 
+from penstock.data import MDSWriter, Stream, StreamingDataset
 from penstock.data.cache.index_watch import RemoteIndex
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.compressed_files import pack
+from penstock.data.indexes import open_index
 from penstock.data.remote.folders import RemoteFolder
-from penstock.proto.errors import DatasetError, ShardUnavailableError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 
 STRANGER = 12_345
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
@@ -28,8 +31,9 @@ def hold(server: ShardServer, tmp_path: Path) -> Hold:
     """Fetches a shard into the folder "cache"."""
     (shard,) = make_shards(server.folder, 1, 1000)
 
-    def hold(limit: int | None = None) -> None:
-        cache = ShardCache(RemoteFolder(server.url, tries=1), tmp_path / "cache", limit=limit, timeout_s=10)
+    def hold(group: int | None = None, limit: int | None = None) -> None:
+        remote = RemoteFolder(server.url, tries=1)
+        cache = ShardCache(remote, tmp_path / "cache", group=group, limit=limit, timeout_s=10)
         try:
             with cache.hold(shard):
                 pass
@@ -48,7 +52,7 @@ def test_file_in_place_of_a_folder_is_named(hold: Hold, tmp_path: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("path", ["cache", "cache/.penstock", "cache/.penstock/shards"])
-def test_other_users_folder_is_refused(hold: Hold, tmp_path: Path, path: str) -> None:
+def test_other_users_folder_needs_a_group(hold: Hold, tmp_path: Path, path: str) -> None:
     folder = tmp_path / path
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
@@ -57,7 +61,65 @@ def test_other_users_folder_is_refused(hold: Hold, tmp_path: Path, path: str) ->
         match=rf"cache must be safe from other users, but {folder} is owned by user {STRANGER} with mode 755",
     ):
         hold()
+    with pytest.raises(DatasetError, match=r"Give a folder of your own, or cache_group=\.\.\. for one that a group"):
+        hold(STRANGER + 1)
     assert not list(tmp_path.glob("cache/shard*"))
+    hold(STRANGER)
+
+
+@contextlib.contextmanager
+def user_of(user: int, group: int) -> Iterator[None]:
+    """Let this process be another user, in a group."""
+    groups = os.getgroups()
+    os.setgroups([group])
+    os.setresgid(user, user, 0)
+    os.setresuid(user, user, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setresgid(0, 0, 0)
+        os.setgroups(groups)
+
+
+@as_root
+def test_users_of_a_group_share_a_folder(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads and evicts what the other fetched, also a large index's columns; a user outside is refused."""
+    monkeypatch.setattr(open_index, "LARGE_INDEX", 0)
+    monkeypatch.setattr(open_index, "HUGE_INDEX", 0)
+    with MDSWriter(bucket, {"n": "int"}, size_limit=200, compression="zstd") as writer:
+        for number in range(100):
+            writer.write({"n": number})
+    place = RemoteFolder(bucket)
+    for name in place.names(deadline_s=9):
+        place.write(f"deep/{name}", place.read(name, deadline_s=9), deadline_s=9)
+    index = place.read("index.json", deadline_s=9).replace(b'"shard.', b'"deep/shard.')
+    place.write("index.json", index, deadline_s=9)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+
+        def read(user: int, group: int, numbers: range, limit: int = 10_000) -> set[int]:
+            """Read samples as a user. Return the users who own files of shards then."""
+            stream = Stream(bucket, f"{folder}/cache", keep_zip=True)
+            with (
+                user_of(user, group),
+                contextlib.closing(
+                    StreamingDataset(streams=[stream], cache_limit=limit, cache_group=STRANGER)
+                ) as dataset,
+            ):
+                assert [dataset[number]["n"] for number in numbers] == list(numbers)
+            return {path.stat().st_uid for path in Path(folder, "cache/deep").iterdir()}
+
+        assert read(1001, STRANGER, range(50)) == {1001}
+        assert {path.suffix for path in Path(folder, "cache/deep").iterdir()} == {".mds", ".zstd"}
+        assert read(1002, STRANGER, range(50)) == {1001}
+        assert read(1002, STRANGER, range(100)) == {1001, 1002}
+        assert {path.stat().st_uid for path in Path(folder).rglob("*.npy")} == {1001}
+        assert read(1001, STRANGER, range(50, 100)) == {1001, 1002}
+        assert read(1002, STRANGER, range(50), limit=500) == {1002}
+        assert read(1001, STRANGER, range(50, 100), limit=500) == {1001}
+        with pytest.raises(ShardUnavailableError, match="Permission denied"):
+            read(1003, 1003, range(1))
 
 
 @pytest.mark.parametrize("name", [".penstock", ".penstock/shards", ".penstock/fetching"])
@@ -187,3 +249,8 @@ def test_packed_link_of_another_user_is_dropped(server: ShardServer, tmp_path: P
     with cache.hold(shard) as held:
         assert held.paths[0].read_bytes() == raw_bytes(0, 1000)
     cache.close()
+
+
+def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="cache_group must be a group of this machine, got 'no-such'"):
+        StreamingDataset(tmp_path, tmp_path / "cache", cache_group="no-such")

@@ -216,16 +216,22 @@ def write_numbers_and_a_bad_one(out: str) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_a_dataset_is_written_to_another_place(bucket: str, compression: str | None, tmp_path: Path) -> None:
+def test_a_dataset_is_written_to_another_place(
+    bucket: str, compression: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Write with a temporary local folder, one that is emptied, or one that is kept. The files equal those of a local
     dataset."""
     write_numbers(tmp_path / "here", compression=compression)
-    write_numbers(bucket, compression=compression)
+    write_numbers(bucket, compression=compression, progress=True)
+    said = capsys.readouterr().err
     write_numbers((tmp_path / "emptied", f"{bucket}2"), compression=compression, upload_threads=1)
     write_numbers((tmp_path / "kept", f"file://{tmp_path}/3"), compression=compression, keep_local=True)
     assert names(tmp_path) == ["3", "here", "kept"]
     there = {name: (tmp_path / "here" / name).read_bytes() for name in names(tmp_path / "here")}
     assert len(there) > 5
+    size = sum(len(data) for name, data in there.items() if name != INDEX)
+    assert said == f"{bucket}: uploaded {len(there) - 1} files, {size} bytes\n"
+    assert not capsys.readouterr().err
     for folder in (tmp_path / "kept", tmp_path / "3"):
         assert {name: (folder / name).read_bytes() for name in names(folder)} == there
     for url in (bucket, f"{bucket}2"):

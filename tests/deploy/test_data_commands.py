@@ -87,6 +87,11 @@ def test_folder_is_converted_once(lines: Path, tmp_path: Path) -> None:
     assert [sample["n"] for sample in asked("inspect", tmp_path / "made")[1]["first_samples"]] == ["0", "1", "2"]
     code, said = call("convert", lines, tmp_path / "made", "--to", "mds")
     assert (code, "must be empty, but it has a dataset" in said) == (28, True)
+    options = ("--to", "mds", "--processes", "1", "--hashes", "sha1", "--size-limit", "100")
+    assert not asked("convert", lines, tmp_path / "mds", *options)[0]
+    index = json.loads((tmp_path / "mds" / "index.json").read_text())
+    assert {tuple(shard["raw_data"]["hashes"]) for shard in index["shards"]} == {("sha1",)}
+    assert len(index["shards"]) > 1
 
 
 @pytest.mark.parametrize(

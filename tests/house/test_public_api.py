@@ -181,7 +181,7 @@ KEYWORDS = {
     ),
     "penstock.data:Stream": "remote local split proportion repeat choose storage_options columns",
     "penstock.data:StreamingDataset": (
-        "remote local split streams cache_limit validate_hash timeout_s download_threads "
+        "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads cache_group "
         "allow_unsafe_types images clips columns decoded_limit storage_options"
     ),
     "penstock.data:StreamingLoader": (

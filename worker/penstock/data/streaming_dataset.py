@@ -43,6 +43,7 @@ from penstock.data.stop_iteration import stop_iteration_error
 from penstock.data.streams import (
     Stream,
     check_weights,
+    group_id,
     prepared_folder,
     remote_of,
     samples_of_epoch,
@@ -78,8 +79,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         streams: Sequence[Stream] = (),
         cache_limit: int | str | None = None,
         validate_hash: str | Literal[False] | None = None,
+        keep_zip: bool = False,
         timeout_s: float = 600.0,
         download_threads: int = 4,
+        cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
         images: Literal["pil", "array"] = "pil",
         clips: Mapping[str, VideoClip | AudioClip] | None = None,
@@ -96,8 +99,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             validate_hash: None: verify fetched files, and unverified files in the cache, by the index's fastest hash,
                 if any. Name of an algorithm, such as "sha1", that the index must have: verify by it, also shards read
                 in place. False: verify nothing.
+            keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
             download_threads: most shards that a stream prefetches at a time, besides one that is needed at once.
+            cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
+                user made are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
                 only for data that you trust.
             images: "pil": Pillow's images, decoded when first used. "array": numpy arrays of shape (height, width,
@@ -153,8 +159,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             {
                 "limit": None if limit is None else max(1, limit // len(remotes)),
                 "validate": validate_hash if stream.validate_hash is None else stream.validate_hash,
+                "keep_packed": keep_zip if stream.keep_zip is None else stream.keep_zip,
                 "timeout_s": timeout_s if stream.timeout_s is None else stream.timeout_s,
                 "threads": download_threads,
+                "group": group_id(cache_group),
             }
             for stream in self.streams
         ]

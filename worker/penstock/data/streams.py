@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.data.arguments import apportioned, real_number, sample_count
+from penstock.data.arguments import apportioned, real_number, sample_count, whole
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.records.energon_folder import is_prepared
 from penstock.data.remote.folders import RemoteFolder, joined
@@ -45,6 +46,8 @@ class Stream:
     """Keyword arguments for fsspec's filesystem: keys, endpoint, headers."""
     validate_hash: str | Literal[False] | None = None
     """Hash algorithm that verifies files, as in StreamingDataset; None: the dataset's setting."""
+    keep_zip: bool | None = None
+    """True to keep compressed files in the cache beside the decompressed ones; None: the dataset's setting."""
     timeout_s: float | None = None
     """Seconds to wait for a shard; None: the dataset's setting."""
     columns: Sequence[str] | None = None
@@ -123,6 +126,15 @@ def with_plain_values(number: int, stream: Stream) -> Stream:
     proportion = real_number(f"{name}proportion", stream.proportion)
     repeat = real_number(f"{name}repeat", stream.repeat)
     return replace(stream, proportion=proportion, repeat=repeat, choose=choose)
+
+
+def group_id(name_or_id: str | int | None) -> int | None:
+    if not isinstance(name_or_id, str):
+        return whole("cache_group", name_or_id)
+    try:
+        return grp.getgrnam(name_or_id).gr_gid
+    except KeyError as error:
+        raise InvalidArgumentError(f"cache_group must be a group of this machine, got {name_or_id!r}") from error
 
 
 def check_weights(streams: Sequence[Stream]) -> None:

@@ -16,21 +16,27 @@ _HELD = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 @contextlib.contextmanager
 def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
     """Yield a descriptor of the folder that holds a file below `root`, for `dir_fd`, and the file's name in it. Raises
-    OSError, also for a link below `root`. `name`: path without ".."; `make`: create folders."""
+    OSError, also for a link below `root`. `name`: path without ".."; `make`: create folders, which a group may
+    write as the folder above if that gives its group to them."""
     *folders, last = name.split("/")
     held = os.open(root, _HELD)
     try:
         for number, folder in enumerate(folders, 1):
-            if make:
-                with contextlib.suppress(FileExistsError):
+            made = False
+            with contextlib.suppress(FileExistsError):
+                if make:
                     os.mkdir(folder, dir_fd=held)
+                    made = True
             try:
                 below = os.open(folder, _HELD | os.O_NOFOLLOW, dir_fd=held)
             except NotADirectoryError:
                 where = os.path.join(root, *folders[:number])
                 raise OSError(errno.ENOTDIR, "the path must be a folder, got a link or a file", where) from None
-            os.close(held)
-            held = below
+            above, held = held, below
+            mode = os.fstat(above).st_mode
+            os.close(above)
+            if made and mode & stat.S_ISGID and mode & stat.S_IWGRP:
+                os.chmod(f"/proc/self/fd/{held}", stat.S_IMODE(mode))
         yield held, last
     finally:
         os.close(held)

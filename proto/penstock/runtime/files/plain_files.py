@@ -60,11 +60,12 @@ def read_plain(path: str | Path, limit: int) -> bytes:
         return b"".join(pieces)
 
 
-def is_ours(found: os.stat_result) -> bool:
-    """True if only this user or root can have written it, or the user's own group (many systems give each user one)."""
-    mode = stat.S_IMODE(found.st_mode)
-    by_group = mode & stat.S_IWGRP and found.st_gid not in (0, os.getgid())
-    return found.st_uid in (0, os.getuid()) and not mode & stat.S_IWOTH and not by_group
+def is_ours(found: os.stat_result, group: int | None = None) -> bool:
+    """True if only this user or root can have written it, or the user's own group (many systems give each user one), or
+    `group`, whose members may also own it."""
+    mode, shared = stat.S_IMODE(found.st_mode), found.st_gid == group
+    by_group = mode & stat.S_IWGRP and found.st_gid not in (0, os.getgid()) and not shared
+    return (shared or found.st_uid in (0, os.getuid())) and not mode & stat.S_IWOTH and not by_group
 
 
 def _target(path: str | Path, folder: int | None) -> str:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from penstock.data.cache.file_locks import LONGEST_TEXT, FileLock, take
+from penstock.data.cache.file_locks import LONGEST_TEXT, FileLock, share, take
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import CLOSED
 from penstock.proto.errors import DatasetError, ShardUnavailableError
@@ -32,14 +32,18 @@ STATE = ".penstock"
 
 LONGEST_PAUSE_S = 0.02
 """Longest pause between two attempts to acquire a lock."""
+SHARE_TRIES = 50
+"""Attempts, in about a second, to open a lock file that another member of the group may be about to share."""
 
 
 class CacheState:
     """Locks and records of one cache, as one process uses them, by the keys of shards (`key_of`)."""
 
-    def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float) -> None:
-        """Do not touch the folder. `remote` None: it is the dataset itself; `timeout_s`: named in errors."""
+    def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
+        """Do not touch the folder. `remote` None: it is the dataset itself; `timeout_s`: named in errors; `group`: Unix
+        group whose members share it, None: this user alone."""
         self.root = str(folder)
+        self._group = group
         self._remote = remote
         self._timeout_s = timeout_s
         self._remote_path = f"{STATE}/remote"
@@ -68,29 +72,41 @@ class CacheState:
         self._prepared = True
 
     def _make_folders(self) -> None:
-        """Make the folders. Refuse (DatasetError) links, files, and folders of other users, except root: they could put
-        links or false records there, and this process would read wrong files."""
+        """Make the folders. Refuse (DatasetError) links, files, and folders of other users, except root and the cache's
+        group: they could put links or false records there, and this process would read wrong files."""
         refuse_strange_links(Path(self.root))
-        os.makedirs(self.root, exist_ok=True)
+        made = False
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(self.root)
+            made = True
+        root = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if made:
+                share(root, self._group, 0o2775)
+            found = os.fstat(root)
+        finally:
+            os.close(root)
         # The cache's folder itself may be writable by others, as folders often are in a pod, which has only one user.
-        found = os.stat(self.root)
-        if found.st_uid not in (0, os.getuid()):
+        if found.st_uid not in (0, os.getuid()) and found.st_gid != self._group:
             raise self._foreign(self.root, found)
         for state in (STATE, self.shards, self.prefetched, self.fetching_folder):
             self._make_folder(state)
 
     def _make_folder(self, state: str) -> None:
-        path = os.path.join(self.root, state)
+        path, made = os.path.join(self.root, state), False
         with parent_of(self.root, state) as (above, name):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o755, dir_fd=above)
+                made = True
             found = os.stat(name, dir_fd=above, follow_symlinks=False)
             if not stat.S_ISDIR(found.st_mode):
                 raise self._foreign(path, found)
             folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
         try:
+            if made:
+                share(folder, self._group, 0o2775)
             found = os.fstat(folder)
-            if is_ours(found):
+            if is_ours(found, self._group):
                 return
             if found.st_uid != os.getuid():
                 raise self._foreign(path, found)
@@ -105,7 +121,8 @@ class CacheState:
         elif not stat.S_ISDIR(found.st_mode):
             return DatasetError(f"{path} must be a folder, got a file. Remove it, or give another cache folder")
         return DatasetError(
-            f"the cache folder {self.root} must be safe from other users, but {path} is {what}. Give one of your own"
+            f"the cache folder {self.root} must be safe from other users, but {path} is {what}. Give a folder of your "
+            "own, or cache_group=... for one that a group shares"
         )
 
     def _check_remote(self) -> None:
@@ -178,17 +195,20 @@ class CacheState:
         """Acquire the lock at `path`, relative to the folder; `shared`: several processes can hold it. Call `busy`
         after each failed attempt. Raise ShardUnavailableError at `until` (monotonic), when the cache closes, or if the
         file cannot be opened. `name`: for errors; "" for the whole cache."""
-        pause = 0.0005
+        pause, tries = 0.0005, 1 if self._group is None else SHARE_TRIES
         while True:
             self.check_open(name)
             try:
                 lock = take(self.root, path, shared=shared)
             except OSError as error:
-                raise ShardUnavailableError(
-                    f"the cache folder {self.root} cannot be used: {os.path.join(self.root, path)}: {error.strerror}. "
-                    "Make space, or give a local folder that you can write to"
-                ) from error
+                lock, tries, where = None, tries - 1, os.path.join(self.root, path)
+                if not tries or not isinstance(error, PermissionError):
+                    raise ShardUnavailableError(
+                        f"the cache folder {self.root} cannot be used: {where}: {error.strerror}. "
+                        "Make space, or give a local folder that you can write to"
+                    ) from error
             if lock:
+                lock.share(self._group)
                 return lock
             if busy:
                 busy()

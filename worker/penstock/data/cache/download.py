@@ -75,11 +75,13 @@ class Downloads:
         index: str,
         *,
         validate: str | Literal[False] | None,
+        keep_packed: bool,
     ) -> None:
-        """`remote` None: `folder` is the dataset itself. `validate`: as in ShardCache."""
+        """`remote` None: `folder` is the dataset itself. `validate`, `keep_packed`: as in ShardCache."""
         self._remote = remote
         self._folder = folder
         self._validate = validate
+        self._keep_packed = keep_packed
         self._index = RemoteIndex(remote, folder, f"{STATE}/{index}") if remote and not remote.local else None
 
     def before_index_fetch(self) -> None:
@@ -116,6 +118,7 @@ class Downloads:
         on disk. `from_remote`: the cache fetched the files that are there already, and not the user."""
         return ShardVersion(
             evictable=tuple((file.raw.name, file.raw.size) for file in shard.files),
+            packed=tuple((file.packed.name, file.packed.size) for file in shard.files if file.packed),
             size=sum(self._need(file) for file in shard.files),
             found=tuple(
                 (stored.name, stored.size)
@@ -130,7 +133,7 @@ class Downloads:
             return 0
         if file.packed is None or self._exists(self._in_place(file.packed), file.packed):
             return file.raw.size
-        if self._exists(self._own(file.raw), file.raw):
+        if self._exists(self._own(file.raw), file.raw) and not self._keep_packed:
             return file.raw.size
         return file.raw.size + file.packed.size
 
@@ -140,6 +143,7 @@ class Downloads:
         made_of = self.origin(shard)
         raw: list[tuple[str, int, int]] = []
         evictable: list[tuple[str, int]] = []
+        packed: list[tuple[str, int]] = []
         found: list[tuple[str, int]] = []
         for number, file in enumerate(shard.files):
             path, was_there = self._raw(shard, file, partial(_numbered, temporary, number), until)
@@ -154,8 +158,10 @@ class Downloads:
             if was_there and not from_remote:
                 source = file.packed or file.raw
                 found.append((source.name, source.size))
-        size, verified_by = sum(size for _, size in evictable), self._verified_by(shard)
-        return ShardVersion(tuple(raw), tuple(evictable), size, verified_by, tuple(found), made_of)
+            if file.packed and self._exists(self._own(file.packed), file.packed):
+                packed.append((file.packed.name, file.packed.size))
+        size, verified_by = sum(size for _, size in evictable + packed), self._verified_by(shard)
+        return ShardVersion(tuple(raw), tuple(evictable), size, verified_by, tuple(found), made_of, tuple(packed))
 
     def _unlink(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -197,7 +203,7 @@ class Downloads:
                         raise
                     self._unlink(file.packed.name)
                     continue
-                if not self._is_only_copy(path, file.packed):
+                if not self._keep_packed and not self._is_only_copy(path, file.packed):
                     self._unlink(file.packed.name)
                 return own, path == self._own(file.packed)
         self._fetch_packed(shard, file, temporary, until)
@@ -252,13 +258,16 @@ class Downloads:
 
     def _fetch_packed(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> None:
         assert file.packed is not None
-        got = temporary("packed")
+        packed, got = file.packed, temporary("packed")
 
         def inflate(source: str) -> None:
             self._inflate(shard, file, got, temporary("raw"))
-            got.unlink()
+            if self._keep_packed:
+                give_name(got, self._folder, packed.name)
+            else:
+                got.unlink()
 
-        self._download(file.packed, got, until, inflate)
+        self._download(packed, got, until, inflate)
 
     def _download(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
         """Download a file, then call `use` (with the address, for errors), which verifies and renames or decompresses

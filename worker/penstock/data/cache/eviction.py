@@ -9,9 +9,10 @@ only if the bound leaves too little space:
 - Each process counts at its first claim, because the bound may be out of date after a power failure.
 - In a large cache an eviction frees more than is needed, so that the next claims need no count.
 
-The least recently used shard goes first. A shard is kept while a process holds its lock, or if the user put files of it
-there that the remote lacks; a prefetch also spares shards that were prefetched and not used yet. With or without a
-limit, shards are evicted when the disk or the user's quota is full.
+The least recently used shard goes first, and raw files whose packed form is in the cache before files that would have
+to be fetched. A shard is kept while a process holds its lock, or if the user put files of it there that the remote
+lacks; a prefetch also spares shards that were prefetched and not used yet. With or without a limit, shards are evicted
+when the disk or the user's quota is full.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.data.cache.cache_state import CacheState
@@ -108,15 +110,22 @@ class Eviction:
         shards that any process prefetched and has not used."""
         if excess <= 0:
             return excess
-        for key, entry in sorted(self._entries.items(), key=lambda item: item[1].time_ns):
-            if key in self._unevictable or not entry.version.size:
+        turns = [
+            (whole, entry.time_ns, key)
+            for key, entry in self._entries.items()
+            for whole in (False, True)
+            if entry.version.size and (whole or (entry.version.packed and entry.version.raw))
+        ]
+        for whole, _, key in sorted(turns):
+            if key in self._unevictable:
                 continue
-            excess -= self._evict(key, sparing=sparing)
+            excess -= self._evict(key, whole=whole, sparing=sparing)
             if excess <= 0:
                 break
         return excess
 
-    def _evict(self, key: str, *, sparing: bool) -> int:
+    def _evict(self, key: str, *, whole: bool, sparing: bool) -> int:
+        """Evict a shard, or without `whole` its raw files, whose packed form stays. Return the freed bytes."""
         if sparing:
             try:
                 mark = take(self._state.root, f"{self._state.prefetched}/{key}", shared=False, create=False)
@@ -142,8 +151,15 @@ class Eviction:
                 return 0
             # Files are removed before the version: if a process is killed in between, the version does not match and is
             # ignored.
-            for path, _ in version.removable:
+            for path, _ in version.removable if whole else version.evictable:
                 self._remove(path)
+            if not whole:
+                before = self._entries[key]
+                kept = replace(version, raw=(), evictable=(), size=sum(size for _, size in version.packed))
+                # The age stays, but the time must differ, because other processes have read the version of the old one.
+                self._entries[key] = _Entry(before.time_ns + 1, kept)
+                lock.write(kept.encoded(), before.time_ns + 1)
+                return before.version.size - kept.size
             self._state.remove_temporary(f"{self._state.fetching_folder}/{key}")
             lock.remove()
             return self._entries.pop(key).version.size

@@ -7,6 +7,7 @@ unlocked it, the parent would lose its lock. So the child only closes its copies
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -48,19 +49,26 @@ class FileLock:
     def read(self) -> bytes:
         return self._held().read(LONGEST_TEXT, 0)
 
-    def write(self, text: bytes) -> None:
-        """Replace the text by one line. A reader finds the old text or the whole line, maybe with old text after it."""
+    def write(self, text: bytes, time_ns: int | None = None) -> None:
+        """Replace the text by one line. A reader finds the old text or the whole line, maybe with old text after it.
+        `time_ns`: as in `touch`."""
         descriptor = self._held()
         os.pwrite(descriptor.fileno(), text, 0)
         os.ftruncate(descriptor.fileno(), len(text))
-        self.touch()
+        self.touch(time_ns)
 
-    def touch(self) -> None:
-        """Set the modification time to now. The kernel's own file times are coarse: two writes may get the same."""
-        now = time.time_ns()
+    def touch(self, time_ns: int | None = None) -> None:
+        """Set the modification time; None: now. The kernel's own file times are coarse: two writes may get the same."""
+        now = time.time_ns() if time_ns is None else time_ns
         number = self._held().fileno()
         if number >= 0:  # garbage collection of the lock's owner may have closed the file before
-            os.utime(number, ns=(now, now))
+            try:
+                os.utime(number, ns=(now, now))
+            except PermissionError:  # another member's file, which only gets the kernel's time
+                os.utime(number)
+
+    def share(self, group: int | None) -> None:
+        share(self._held().fileno(), group, 0o664)
 
     def remove(self) -> None:
         """Remove the file, but keep the lock until `release`. Only the holder of an exclusive lock may call this."""
@@ -80,6 +88,14 @@ class FileLock:
     def _held(self) -> Descriptor:
         assert self._descriptor is not None, f"{self.path} was released"
         return self._descriptor
+
+
+def share(descriptor: int, group: int | None, mode: int) -> None:
+    """Let a Unix group, if any, use a file or folder, unless it belongs to another user."""
+    if group is not None:
+        with contextlib.suppress(PermissionError):  # it belongs to another member of the group
+            os.fchown(descriptor, -1, group)
+            os.fchmod(descriptor, mode)
 
 
 def take(root: str, name: str, *, shared: bool, create: bool = True) -> FileLock | None:

@@ -105,9 +105,11 @@ class ShardCache:
         *,
         limit: int | None = None,
         validate: str | Literal[False] | None = None,
+        keep_packed: bool = False,
         timeout_s: float = 600.0,
         threads: int = 4,
         on_pressure: Callable[[], object] | None = None,
+        group: int | None = None,
         index: str = INDEX,
     ) -> None:
         """Store the settings, without touching the folder.
@@ -118,9 +120,11 @@ class ShardCache:
             validate: None: verify files that no process has verified yet, if the index has hashes of them. A hash
                 algorithm that the index must have: verify all files by it, also those used in place. False: verify
                 nothing.
+            keep_packed: True to keep packed files beside the raw ones, which are then evicted first.
             timeout_s: seconds until a call of `hold`, `index` or `newest_notes` gives up.
             on_pressure: called when a shard would exceed the limit, or the disk is full. It should release shards that
                 are not needed now.
+            group: Unix group whose members share the folder; None: this user alone.
         """
         if validate and validate not in HASHES:
             raise InvalidArgumentError(f"validate_hash must be one of {', '.join(sorted(HASHES))}, got {validate!r}")
@@ -137,11 +141,13 @@ class ShardCache:
         """Caches of the other streams. Those on the same disk evict shards, too, when it is full."""
         self._limit = limit if remote else None
         self._validate = validate
+        self._keep_packed = keep_packed
         self.timeout_s = timeout_s
         self._threads = threads
+        self.group = group
         self._index_name = index
         self._root = str(self.folder)
-        self._downloads = Downloads(remote, self.folder, index, validate=self._validate)
+        self._downloads = Downloads(remote, self.folder, index, validate=self._validate, keep_packed=keep_packed)
         in_place = self.folder if remote is None else remote.local
         self._in_place = str(in_place) if in_place else ""
         """Folder whose files are read where they lie, without a copy in the cache; "" for none."""
@@ -151,7 +157,7 @@ class ShardCache:
     def _reset(self) -> None:
         self._lock = threading.RLock()  # reentrant, as a RemoteFolder's
         self._held: dict[str, _InUse] = {}
-        self._state = CacheState(self.folder, self.remote, self.timeout_s)
+        self._state = CacheState(self.folder, self.remote, self.timeout_s, self.group)
         self._prefetcher = Prefetcher(self._state, self._threads, self._prefetch_one)
         self._warned = False
         self._told_full = False
@@ -165,8 +171,10 @@ class ShardCache:
             "folder": self.folder,
             "limit": self._limit,
             "validate": self._validate,
+            "keep_packed": self._keep_packed,
             "timeout_s": self.timeout_s,
             "threads": self._threads,
+            "group": self.group,
             "index": self._index_name,
         }
 

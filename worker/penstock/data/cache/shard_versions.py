@@ -50,7 +50,7 @@ class ShardVersion:
     """Record of one shard's complete files. Paths are relative to the cache's folder, or absolute if read in place."""
 
     raw: tuple[tuple[str, int, int], ...] = ()
-    """(path, bytes, modification time in ns) of each raw file; empty while being fetched."""
+    """(path, bytes, modification time in ns) of each raw file; empty while being fetched, or once evicted."""
     evictable: tuple[tuple[str, int], ...] = ()
     """(path, bytes) of each raw file that may be evicted."""
     size: int = 0
@@ -63,7 +63,7 @@ class ShardVersion:
     origin: str = ""
     """See `origin_of`; empty while the shard is being fetched."""
     packed: tuple[tuple[str, int], ...] = ()
-    """(path, bytes) of each packed file that an earlier release kept."""
+    """(path, bytes) of each packed file that the cache keeps."""
 
     @property
     def removable(self) -> tuple[tuple[str, int], ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from penstock.data.cache.cache_state import STATE
-from penstock.data.cache.file_locks import take_within
+from penstock.data.cache.file_locks import share, take_within
 from penstock.data.cache.index_watch import digest_of
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.descriptors import Descriptor
@@ -35,18 +35,20 @@ class ColumnsPlace:
     root: Path
     folder: str
     """Path of the folder, relative to `root`."""
+    group: int | None
+    """Unix group whose members share the folder; None: this user alone."""
     timeout_s: float
     """Seconds to wait while another process makes the file."""
 
     @staticmethod
     def of(cache: ShardCache) -> ColumnsPlace:
         if not cache.in_place:
-            return ColumnsPlace(cache.folder, STATE, cache.timeout_s)
+            return ColumnsPlace(cache.folder, STATE, cache.group, cache.timeout_s)
         try:
             home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         except RuntimeError:  # a user without a home folder
             home = os.devnull
-        return ColumnsPlace(Path(home).absolute(), "penstock/indexes", cache.timeout_s)
+        return ColumnsPlace(Path(home).absolute(), "penstock/indexes", None, cache.timeout_s)
 
 
 def open_index(path: Path, index: Descriptor, where: str, place: ColumnsPlace) -> tuple[ShardTable, str]:
@@ -103,7 +105,7 @@ class _StoredColumns:
         try:
             with parent_of(self._place.root, self._name) as (folder, name):
                 file = Descriptor(name, folder=folder)
-            if is_ours(os.fstat(file.fileno())):
+            if is_ours(os.fstat(file.fileno()), self._place.group):
                 saved = np.load(f"/proc/self/fd/{file.fileno()}", mmap_mode="r", allow_pickle=False)
                 return ShardTable.loaded(saved, index, where)
         except (OSError, EOFError, ValueError, TypeError, LookupError):
@@ -146,6 +148,7 @@ class _StoredColumns:
             temporary = f"{name}!new"
             columns = Descriptor(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600, folder=folder)
             try:
+                share(columns.fileno(), self._place.group, 0o660)
                 with open(columns.fileno(), "r+b", closefd=False) as file:
                     np.save(file, table.saved())
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)

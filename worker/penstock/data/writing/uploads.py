@@ -14,6 +14,7 @@ from penstock.data.formats.index import INDEX
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.publish import check_no_versions
 from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -43,11 +44,15 @@ def not_empty(where: str | Path) -> DatasetError:
 class Uploads:
     """Threads that upload the files of one dataset. `send` blocks while two files per thread are pending."""
 
-    def __init__(self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float) -> None:
+    def __init__(
+        self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float, progress: bool = False
+    ) -> None:
         """Start the threads. `keep_local` False: remove local files after upload; `timeout_s`: for each file."""
         self._remote, self._keep_local, self._timeout_s = remote, keep_local, timeout_s
         self._threads, self._most = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload"), 2 * threads
         self._sent: deque[Future[None]] = deque()
+        self._progress = Progress(FILES_S) if progress else None
+        self._sizes = list[int]()
 
     def clear(self, is_shard: Callable[[str], Any], *, exist_ok: bool) -> None:
         """Remove the dataset in the remote folder. Raise DatasetError if it has versions, and without `exist_ok` if
@@ -67,9 +72,16 @@ class Uploads:
         self._sent.append(self._threads.submit(self._send, path))
 
     def _send(self, path: Path) -> None:
+        size = path.stat().st_size
         self._remote.upload(path.name, path, deadline_s=self._timeout_s)
+        self._sizes.append(size)
+        if self._progress and self._progress.due():
+            self._progress.show(self._uploaded())
         if not self._keep_local:
             path.unlink()
+
+    def _uploaded(self) -> str:
+        return f"{self._remote.url}: uploaded {len(self._sizes)} files, {sum(self._sizes)} bytes"
 
     def wait(self) -> None:
         for future in self._sent:
@@ -79,6 +91,9 @@ class Uploads:
         """Wait for all uploads, then write the index. Raise ShardUnavailableError if a file cannot be uploaded."""
         self.wait()
         self._remote.write(INDEX, index, deadline_s=self._timeout_s)
+        if self._progress:
+            self._progress.show(self._uploaded())
+            self._progress.finish()
 
     def close(self) -> None:
         """End the threads. Files that are still waiting are not uploaded."""

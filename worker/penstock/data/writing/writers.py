@@ -62,6 +62,8 @@ class WriterSettings(TypedDict, total=False):
     """Keyword arguments for fsspec's filesystem of the remote: keys, endpoint."""
     upload_threads: int
     """Number of files that are uploaded at the same time."""
+    progress: bool
+    """True to print the progress of uploads on standard error."""
     timeout_s: float
     """Seconds for each request to the remote, such as the upload of a file, with retries of temporary failures."""
 
@@ -89,9 +91,10 @@ class Writer(ABC):
         keep_local: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         upload_threads: int = 4,
+        progress: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        flags = {"exist_ok": exist_ok, "append": append, "keep_local": keep_local}
+        flags = {"exist_ok": exist_ok, "append": append, "keep_local": keep_local, "progress": progress}
         for name, value in flags.items():
             truth(name, value)
         self.out, remote = _destination(out, storage_options)
@@ -139,7 +142,9 @@ class Writer(ABC):
         self._open_folder(exist_ok)
         self._uploads: Uploads | None = None
         if remote is not None:
-            self._uploads = Uploads(remote, keep_local=keep_local, threads=threads, timeout_s=timeout_s)
+            self._uploads = Uploads(
+                remote, keep_local=keep_local, threads=threads, timeout_s=timeout_s, progress=progress
+            )
             try:
                 self._uploads.clear(_SHARD_FILE.fullmatch, exist_ok=exist_ok)
             except BaseException:

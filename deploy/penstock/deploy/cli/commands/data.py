@@ -111,6 +111,13 @@ def data_convert(
     compression: Annotated[
         str, typer.Option("--compression", metavar="NAME", help="none, zstd, ... Default: none for MDS, else zstd.")
     ] = "default",
+    hashes: Annotated[
+        str | None, typer.Option("--hashes", metavar="A,B", help="Hashes of MDS files, or none. Default: xxh64.")
+    ] = None,
+    size_limit: Annotated[
+        str | None,
+        typer.Option("--size-limit", metavar="BYTES", help="Size of an MDS shard (64mb) or a row group (16mb)."),
+    ] = None,
     processes: Annotated[
         int | None,
         typer.Option(
@@ -145,6 +152,8 @@ def data_convert(
         columns=None if columns is None else listed("--columns", columns),
         types=pairs_of("--as", types or ()),
         compression=None if compression == "none" else compression,
+        hashes=None if hashes is None else [] if hashes == "none" else listed("--hashes", hashes),
+        size_limit=size_limit,
         processes=processes,
         keep_order=not own_order,
     )
