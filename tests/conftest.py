@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import importlib
 import os
 import shutil
 import signal
@@ -159,10 +158,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Freeze the objects that were imported and collected so far, because they stay to the end. The garbage collector,
     which many tests call, would look at them each time: half a second with thousands of tests, instead of a
-    millisecond. And have this process's appliances start by forks."""
-    if "penstock.client.embedded" in sys.modules:
-        warm_daemons = importlib.import_module("warm_daemons")  # by the path above
-        warm_daemons.install()
+    millisecond."""
     gc.freeze()
     gc.enable()
 

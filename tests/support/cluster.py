@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import warm_daemons
 from held_port import HeldPort
 from interpreters import Forked, start
 
@@ -25,8 +24,6 @@ TOKEN = "a-token-for-tests-only-0123456789"
 DAEMONS = ("penstock.appliance.__main__", "penstock.worker.__main__")
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD")
 """Variables by which a process needs an interpreter of its own."""
-COLD = {"--no-sandbox", "--runner-user"}
-"""Options by which a worker needs another fork server than the usual one."""
 Daemon = Forked | subprocess.Popen[bytes]
 
 
@@ -37,13 +34,12 @@ def start_daemon(
     *,
     before: Sequence[str] = (),
     own: bool = False,
-    warm: bool = False,
     stderr: int | None = None,
 ) -> tuple[Daemon, str]:
     """Start a daemon, and return it with the line that it says when it is ready.
 
     before: a command that starts it, and becomes it. own: with an interpreter of its own, whose command line and
-    environment are the daemon's. warm: a worker that will run slots, with a fork server that is a fork, too.
+    environment are the daemon's.
     """
     read, write = os.pipe()
     process: Daemon
@@ -57,8 +53,6 @@ def start_daemon(
                 stderr=stderr,
                 process_group=0,  # as a service manager starts them; and a test may kill one with its group
             )
-        elif warm:
-            process = warm_daemons.start_worker(arguments, environment, write, stderr)
         else:
             main = f"{module}.__main__" if module.startswith("penstock.") else module
             process = start(main, arguments, environment, imports=DAEMONS, torch=False, ready=write, stderr=stderr)
@@ -141,8 +135,7 @@ class Cluster:
         self, module: str, *arguments: str, before: Sequence[str] = (), stderr: int | None = None
     ) -> tuple[Daemon, str]:
         own = any(self.environment.get(name) != self._usual.get(name) for name in READ_AT_START)
-        warm = module == "penstock.worker" and COLD.isdisjoint(arguments)
-        return start_daemon(module, arguments, self.environment, before=before, own=own, warm=warm, stderr=stderr)
+        return start_daemon(module, arguments, self.environment, before=before, own=own, stderr=stderr)
 
     def stop(self) -> None:
         """Stop everything, gently and then not."""

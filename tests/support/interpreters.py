@@ -95,13 +95,7 @@ class _Interpreter:
             self._process = subprocess.Popen(
                 [*python, "-m", "interpreters", str(theirs.fileno())],
                 # Without threads of libraries: one that has any cannot be forked.
-                # And with the hash seed of runners, for fork servers.
-                env={
-                    **os.environ,
-                    **dict.fromkeys(THREADS, "1"),
-                    "PYTHONHASHSEED": "0",
-                    "PYTHONPATH": os.pathsep.join(PATHS),
-                },
+                env={**os.environ, **dict.fromkeys(THREADS, "1"), "PYTHONPATH": os.pathsep.join(PATHS)},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,8 @@ def _readings() -> MetricReadings:
     # If a run was opened again in this process, only its newest attempt is an open stream.
     newest = {
         (reader.run.name, reader.run.box): reader
-        for reader in sorted(_open_readers(), key=lambda reader: reader.run.attempt)
+        for reader in sorted(open_streams.readers.all(), key=lambda reader: reader.run.attempt)
+        if not reader.run.closed
     }
     for reader in newest.values():
         _count_reader(readings, reader)
@@ -62,10 +62,6 @@ def _readings() -> MetricReadings:
     readings.add("penstock_checkpoint_written_bytes_total", saves.written_bytes)
     readings.add("penstock_checkpoint_last_step", saves.last_step)
     return readings
-
-
-def _open_readers() -> Iterator[Reader]:
-    return (reader for reader in open_streams.readers.all() if not reader.run.closed)
 
 
 def _count_reader(readings: MetricReadings, reader: Reader) -> None:

@@ -241,7 +241,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         """Bounds of the units that are read, and of those of `layouts`: first sample of each, then the total. None: the
         same units."""
         if any(self._units.finer) or not all(each.own for each in self.layouts):
-            order_bounds = np.concatenate([[0], np.cumsum(self._order_sizes())])
+            order_bounds = np.concatenate([[0], np.cumsum(np.concatenate(self.sizes))])
             self._bounds_of_units = [self._units.unit_bounds, order_bounds]
         self._reads_columns = all(reads_by_column(name) for fact in facts for name in fact.formats)
         self._reads_bulk = any({*fact.formats} - {"mds", "json", "xsv", "csv", "tsv"} for fact in facts)
@@ -413,9 +413,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             reader = self._open.peek(opened)
             if isinstance(reader, BlockReader):
                 reader.forget(unit - self._units.first_unit(opened))
-
-    def _order_sizes(self) -> Ints:
-        return np.concatenate(self.sizes)
 
     def read_units(self, units: Ints) -> Ints:
         if self._bounds_of_units is None:

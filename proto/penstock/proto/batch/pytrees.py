@@ -99,17 +99,15 @@ def extra_attributes(value: Any, known: tuple[str, ...] = ()) -> list[str]:
     return [
         name
         for name in getattr(value, "__dict__", ())
-        if name not in known and name != "__orig_class__" and not _is_cached_property(value, name)
+        if name not in known
+        and name != "__orig_class__"
+        and not isinstance(getattr(type(value), name, None), cached_property)
     ]
 
 
 def has_more(value: Any, kind: str, fields: tuple[str, ...]) -> bool:
     """True if an instance of a namedtuple or dataclass has attributes that are not fields."""
     return bool(extra_attributes(value, fields if kind == "dc" else ()))
-
-
-def _is_cached_property(value: Any, name: str) -> bool:
-    return isinstance(getattr(type(value), name, None), cached_property)
 
 
 def _name(cls: type) -> str:

@@ -399,9 +399,13 @@ class Producer:
 
     def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
         """Send the error with which the input has failed after batch `total`, as the last frame."""
-        self.forward_end(
-            Frame(ERROR, epoch=epoch, total=total, abandons=self.abandons, rest=_that_fits(error).SerializeToString())
+        detail = records_pb2.ErrorDetail(  # below MAX_FRAME; of a long traceback the end is kept
+            name=error.name[:256],
+            message=error.message.encode()[:16384].decode(errors="ignore"),
+            remote_traceback=error.remote_traceback.encode()[-32768:].decode(errors="ignore"),
         )
+        rest = detail.SerializeToString()
+        self.forward_end(Frame(ERROR, epoch=epoch, total=total, abandons=self.abandons, rest=rest))
 
     def forward_end(self, frame: Frame) -> None:
         """Send an END, ERROR or CLOSE frame. END and ERROR are kept until a later batch is delivered."""
@@ -651,12 +655,3 @@ class Producer:
             self.rings.pop(ring_id).close_fd()
             del self._lent[ring_id]
             self.rings_changed = True
-
-
-def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
-    """Shorten an error below MAX_FRAME. Of a long traceback the end is kept."""
-    return records_pb2.ErrorDetail(
-        name=error.name[:256],
-        message=error.message.encode()[:16384].decode(errors="ignore"),
-        remote_traceback=error.remote_traceback.encode()[-32768:].decode(errors="ignore"),
-    )

@@ -53,7 +53,8 @@ def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
         name = next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE), "PenstockError")
         message, remote = error.message, error.remote_traceback
     else:
-        name, message, remote = "PenstockError", _one_line(error), format_remote(error)
+        name, remote = "PenstockError", format_remote(error)
+        message = "".join(traceback.format_exception_only(error)).strip()
     return records_pb2.ErrorDetail(
         name=name,
         message=middle_out(message, MESSAGE_KEEP),
@@ -68,10 +69,6 @@ def cut(detail: records_pb2.ErrorDetail, most: int = TRACEBACK_KEEP) -> records_
         message=middle_out(detail.message, min(most, MESSAGE_KEEP)),
         remote_traceback=middle_out(detail.remote_traceback, most),
     )
-
-
-def _one_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def error_of(detail: records_pb2.ErrorDetail) -> PenstockError:

@@ -68,7 +68,7 @@ class Eviction:
                 return False
             bound = sum(entry.version.size for entry in self._entries.values())
             self._has_counted = True
-        counting.write(_encoded_bound(bound + version.size))
+        counting.write(b"at most %d bytes\n" % (bound + version.size))
         lock.write(version.encoded())
         return True
 
@@ -172,10 +172,6 @@ class Eviction:
     def _remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             unlink_below(self._state.root, path)
-
-
-def _encoded_bound(bound: int) -> bytes:
-    return b"at most %d bytes\n" % bound
 
 
 def _decoded_bound(text: bytes) -> int | None:

@@ -66,7 +66,7 @@ class OpenShards:
         with self._lock:
             found = self._open.setdefault(number, new)
             surplus = [] if found is new else [new]  # another thread opened the shard first
-            while len(self._open) > min(self.most, _descriptors() // 4):
+            while len(self._open) > min(self.most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
                 oldest, shard = self._open.popitem(last=False)
                 if shard.used:
                     shard.used = False
@@ -89,10 +89,6 @@ class OpenShards:
             shards, self._open = self._open, OrderedDict()
         for shard in shards.values():
             shard.held.release()
-
-
-def _descriptors() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 _all: weakref.WeakSet[OpenShards] = weakref.WeakSet()

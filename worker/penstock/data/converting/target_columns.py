@@ -38,10 +38,6 @@ class TargetColumn:
     """Name in CHANGES of the function from a source's value to the stored one; "" for no change."""
 
 
-def _json_text(value: Any) -> Any:
-    return json.dumps(_listed(value), ensure_ascii=False)
-
-
 def _listed(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
@@ -90,7 +86,7 @@ def _file(value: Any) -> Any:
 
 CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "": lambda value: value,
-    "json": _json_text,
+    "json": lambda value: json.dumps(_listed(value), ensure_ascii=False),
     "listed": _listed,
     "time": _time_text,
     "float": _float,

@@ -146,7 +146,7 @@ class PartSequence:
         block. files: of each shard; None: each is one."""
         self._parts, self._sizes, self._starts = parts, sizes, starts
         self._key, self._shuffle, self._partitions, self._inner = key, shuffle, partitions, inner
-        self._part_bounds = starts if parts.count is sizes else _sums(parts.count)
+        self._part_bounds = starts if parts.count is sizes else np.concatenate([[0], np.cumsum(parts.count)])
         self._runs: Ints | Consecutive = _runs(parts.shard, files)
         """First part of each file run, then the number of parts; shape (file runs + 1,)."""
         self._nested = shuffle and files is not None
@@ -270,10 +270,6 @@ class PartSequence:
         parts = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         shift = self._bounds[first : last + 1] - self._part_bounds[begins]
         return parts, self._part_bounds[parts] + np.repeat(shift, counts)
-
-
-def _sums(counts: Ints) -> Ints:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
 
 def _runs(shards: Ints | Consecutive, files: Ints | None) -> Ints | Consecutive:

@@ -29,17 +29,6 @@ from penstock.client.checkpoint.values.torch_frames import is_plain, saved_bytes
 from penstock.client.checkpoint.values.torch_private import find_state_dict_object
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = [
-    "OPTIMIZERS",
-    "OURS",
-    "RECIPES",
-    "CollectedState",
-    "collect",
-    "module_state",
-    "object_bytes",
-    "with_containers",
-]
-
 OURS = "__penstock__"
 """Top-level key of Penstock's own data, with which a restore gives the state exactly its original form."""
 CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"

@@ -206,17 +206,13 @@ def _feed(hasher: Any, value: Any, depth: int) -> None:
         for one in value:
             _feed(hasher, one, depth + 1)
     elif kind is dict or kind is Counter or kind is defaultdict:
-        for key, inner in sorted((value_digest(key), inner) for key, inner in _by_digest(value)):
+        for key, inner in sorted((value_digest(key), value_digest(inner)) for key, inner in value.items()):
             hasher.update(key.encode())
             hasher.update(inner.encode())
     elif (parts := _parts(value)) is not None:
         _feed(hasher, parts[1], depth + 1)
     else:
         _feed_object(hasher, value, depth)
-
-
-def _by_digest(value: dict[Any, Any]) -> list[tuple[Any, str]]:
-    return [(key, value_digest(inner)) for key, inner in value.items()]
 
 
 def _feed_tensor(hasher: Any, tensor: torch.Tensor) -> None:

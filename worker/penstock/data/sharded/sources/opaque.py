@@ -242,7 +242,9 @@ class OpaqueStream(Iterator[Any]):
         for holder in (self._made, self._iterator):
             if holder is self._made and self._keeps_made:
                 continue
-            if hasattr(holder, "state_dict") and (hasattr(holder, "load_state_dict") or _is_node(holder)):
+            # torchdata.nodes load the state of a graph's root by `reset()`
+            is_node = hasattr(holder, "get_state") and hasattr(holder, "reset")
+            if hasattr(holder, "state_dict") and (hasattr(holder, "load_state_dict") or is_node):
                 return holder
         return None
 
@@ -337,11 +339,6 @@ class OpaqueStream(Iterator[Any]):
                 seed_rng(self._seed)
             else:
                 restore_rng(rng)
-
-
-def _is_node(holder: Any) -> bool:
-    """Return True for the root of a torchdata.nodes graph, whose state is loaded by `reset()`."""
-    return hasattr(holder, "get_state") and hasattr(holder, "reset")
 
 
 def _load(holder: Any, state: Any) -> None:
