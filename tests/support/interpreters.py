@@ -98,7 +98,7 @@ class _Interpreter:
                 env={**os.environ, **dict.fromkeys(THREADS, "1"), "PYTHONPATH": os.pathsep.join(PATHS)},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                process_group=0,
+                # In our process group: what is not is an orphan for a fork server that a test starts here.
             )
 
     def start(self, request: Mapping[str, Any], fds: Sequence[int]) -> int:
@@ -174,6 +174,7 @@ def _serve(control: socket.socket) -> NoReturn:
     os.set_blocking(wake, False)
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends this
     signal.set_wakeup_fd(woken)
     ends: dict[int, int] = {}
     while True:
@@ -197,6 +198,7 @@ def _serve(control: socket.socket) -> NoReturn:
                 gc.enable()
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 for fd in (wake, woken, *ends.values()):
                     os.close(fd)
                 control.close()
