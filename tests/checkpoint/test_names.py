@@ -102,7 +102,7 @@ def test_states_go_by_names(kind: str, arranged: Any) -> None:
     for number, group in enumerate(optimizer.param_groups):
         group["lr"], group["weight_decay"] = 0.1 / (number + 1), 0.01 * number
     train(net, optimizer)
-    saved = copy.deepcopy(named_state(optimizer, parameter_names(optimizer, {"model": net}, "optimizer")))
+    saved = copy.deepcopy(named_state(optimizer.state_dict(), parameter_names(optimizer, {"model": net}, "optimizer")))
 
     fresh = Net(order_again)
     fresh.load_state_dict(net.state_dict())

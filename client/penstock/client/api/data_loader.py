@@ -327,15 +327,7 @@ class DataLoader:
             StateCorruptError, StateVersionError: sd is damaged, or of another version's format.
             RuntimeError: an executor is iterating.
             TypeError: only one of the loader's load_state_dict and deaggregate_state_dict takes `strict`."""
-        if self.stream.iterated:
-            raise RuntimeError(
-                f"{self.name}: load_state_dict was called in a loop over the loader: leave it, or close() its iterator"
-            )
-        saved = self._made_by_hand(sd) or read(sd)
-        if not self.stream.reference.same_as(saved.input_fn):
-            raise StateMismatchError(
-                f"the state must be one of the loader {self.name}, got one of the loader {saved.input_fn}"
-            )
+        saved = self._loadable(sd)
         if saved.methods == 4:
             try:
                 self._local.instance("load_state_dict")  # takes `strict` in both loading methods or in none
@@ -347,6 +339,19 @@ class DataLoader:
             loaded.aggregated = copy.deepcopy(saved.aggregated)
         self.stream.load(loaded, strict=strict)
         self._given, self._cached = given, None
+
+    def _loadable(self, sd: dict[str, Any]) -> SavedState:
+        """Return what load_state_dict(sd) would load, without loading it. Raises the errors of load_state_dict()."""
+        if self.stream.iterated:
+            raise RuntimeError(
+                f"{self.name}: load_state_dict was called in a loop over the loader: leave it, or close() its iterator"
+            )
+        saved = self._made_by_hand(sd) or read(sd)
+        if not self.stream.reference.same_as(saved.input_fn):
+            raise StateMismatchError(
+                f"the state must be one of the loader {self.name}, got one of the loader {saved.input_fn}"
+            )
+        return saved
 
     def _made_by_hand(self, sd: object) -> SavedState | None:
         """Return `sd` for the loader's own deaggregate_state_dict; None if it has to be a state that Penstock saved."""

@@ -366,7 +366,7 @@ class AsyncCheckpointer:
         for _ in range(TRIES):
             with ExitStack() as held:
                 choice = self._choose("restore", held, step, verify)
-                if not choice:
+                if "path" not in choice:
                     return None
                 if self._load(choice, state, allow_unsafe_types):
                     return int(choice["step"])
@@ -375,18 +375,22 @@ class AsyncCheckpointer:
         )
 
     def _choose(self, call: str, held: ExitStack, step: int | None, verify: bool) -> dict[str, Any]:
-        """Let rank 0 choose the checkpoint to restore, and pin it until `held` is closed; {} if there is none."""
+        """Let rank 0 choose the checkpoint to restore, pinned until `held` is closed. Without "path" there is none."""
         ranks = self._ranks
 
         def choosing() -> dict[str, Any]:
             if ranks.rank:
-                return {}
+                return {"asked": step}
             found = held.enter_context(chosen(self.folder, step, self._timeout_s, verify))
             if found is None or found.manifest is None:
-                return {}
-            return {"path": str(found.path), "step": found.step, "save": found.manifest.save}
+                return {"asked": step}
+            return {"asked": step, "path": str(found.path), "step": found.step, "save": found.manifest.save}
 
-        return ranks.together(call, "nothing was restored", choosing)[0]
+        answers = ranks.together(call, "nothing was restored", choosing)
+        if any(answer["asked"] != step for answer in answers):
+            asked = ", ".join(f"rank {rank}: {answer['asked']}" for rank, answer in enumerate(answers))
+            raise InvalidArgumentError(f"all ranks must restore the same step, got {asked}")
+        return answers[0]
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
         """Return False if another save replaced the checkpoint before all ranks had opened it."""
@@ -396,17 +400,25 @@ class AsyncCheckpointer:
             nonlocal loaded
             path, ranks = Path(choice["path"]), self._ranks
             loaded = load(path, choice["save"], state, ranks.rank, self._threads, unsafe)
-            return {"there": loaded is not None}
+            return {"there": loaded is not None, "can_raise": loaded is not None and loaded.can_raise}
 
         def putting() -> dict[str, Any]:
             assert loaded is not None
-            loaded.put()
+            loaded.put(keep=can_raise)
             return {}
 
         what = f"{choice['path']} was not restored"
-        if not all(answer["there"] for answer in self._ranks.together("restore", what, loading)):
+        answers = self._ranks.together("restore", what, loading)
+        if not all(answer["there"] for answer in answers):
             return False
-        self._ranks.together("restore", what, putting)
+        assert loaded is not None
+        can_raise = any(answer["can_raise"] for answer in answers)
+        try:
+            self._ranks.together("restore", what, putting)
+        except BaseException:
+            loaded.undo()
+            raise
+        loaded.finish()
         return True
 
     # ---- closing

@@ -1,13 +1,15 @@
 """Entries of the state to restore: each top-level key with its value, such as a module or an optimizer.
 
 `wanted` returns the values to read, `fit` checks those that were read, and `put` loads them once `fit` has succeeded on
-every rank, so that no object is changed before all values are checked."""
+every rank. So nothing is changed before all values are checked, except where only the user's own code can tell whether
+they fit. `undo` is the way back, when that raises."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,22 +17,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from penstock.client.checkpoint.restoring.index import SavedValue
-from penstock.client.checkpoint.saving.collect import module_state, with_containers
-from penstock.client.checkpoint.values.loader_states import Loader, load_loader, names_for
+from penstock.client.checkpoint.saving.collect import flattened, module_state, with_containers
+from penstock.client.checkpoint.values.loader_states import Loader, loader_state, names_for
 from penstock.client.checkpoint.values.optimizers import (
     check_order,
     group_order,
+    is_numbered,
     load_optimizer,
     numbered_state,
     regrouped,
     some,
     warn_of_numbers,
 )
-from penstock.client.checkpoint.values.parameter_names import clean_keys, parameter_names, unwrapped
-from penstock.client.checkpoint.values.torch_private import flatten_state_dict, set_element
+from penstock.client.checkpoint.values.parameter_names import clean_keys, clean_names, parameter_names, unwrapped
+from penstock.client.checkpoint.values.torch_frames import is_plain
+from penstock.client.checkpoint.values.torch_private import set_element
 from penstock.proto.errors import CheckpointError, PenstockError
 
 KeyPath = tuple[Any, ...]
@@ -64,40 +69,59 @@ class SavedEntries:
         saved = self.index[name].tensor
         if saved is None:
             return ReadRequest(None, True)
-        if like is not None and not is_lazy(like) and not like.is_meta and like.shape == saved.size:
+        if like is not None and _is_whole(like) and like.shape == saved.size:
             return ReadRequest(torch.empty_like(like, dtype=saved.properties.dtype, requires_grad=False), True)
         return ReadRequest(torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu"), True)
 
     def filled(self, name: str, tensor: torch.Tensor) -> ReadRequest:
+        """Request to fill a tensor of the state to restore. Raises CheckpointError if it does not fit."""
+        if why := self.misfit(name, tensor):
+            raise CheckpointError(why)
+        return ReadRequest(tensor, False)
+
+    def misfit(self, name: str, tensor: torch.Tensor) -> str:
+        """Return why a saved value cannot fill a tensor; "" if it can."""
         saved = self.index[name].tensor
         if saved is None:
-            raise CheckpointError(
-                f"{name!r} was saved in {self.path} as a Python object, but is a tensor in the state to restore"
-            )
+            return f"{name!r} was saved in {self.path} as a Python object, but is a tensor in the state to restore"
         if tensor.is_meta:
-            raise CheckpointError(f"{name!r} of the state to restore is on the meta device: call to_empty() first")
+            return f"{name!r} of the state to restore is on the meta device: call to_empty() first"
         dtype = saved.properties.dtype
         if tensor.shape != saved.size or not torch.can_cast(dtype, tensor.dtype):
-            raise CheckpointError(
+            return (
                 f"{name!r} must fit what is saved in {self.path}, {dtype} of shape {list(saved.size)}, got "
                 f"{tensor.dtype} of shape {list(tensor.shape)}"
             )
-        return ReadRequest(tensor, False)
+        if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            return f"{name!r} of the state to restore is expanded, so that values share memory: call clone() first"
+        return ""
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """True for a tensor that can be filled part by part: a plain one, or one split over ranks into plain ones."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return is_plain(local) and not is_lazy(tensor)
 
 
 @dataclass
 class RestoreContext:
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Types and keys of dicts at the save (`with_containers`), by path in the state, such as "config.layers"."""
-    notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """What torch's `load_state_dict` would change in an optimizer's state (`optimizers.notes`), by its key."""
+    shared: dict[str, list[Any]] = field(default_factory=dict)
+    """Tensors that parameters share in an optimizer's state (`optimizers.shared`), by its key."""
+    versions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the saved state_dict of a module said of each module in it, by its key."""
     orders: dict[int, list[int]] = field(default_factory=dict)
     """Each optimizer's `group_order`, by id(). Schedulers need it, so they are restored after the optimizers."""
 
 
 class StateEntry(ABC):
     comes_first = False
-    """True if others need what this entry sets in the RestoreContext."""
+    """True if others need what `fit` of this entry sets in the RestoreContext."""
+    comes_last = False
+    """True if `put` cannot be undone. It does not raise after `fit`."""
+    can_raise = True
+    """True if code of the user's runs in `put`, so that it may raise."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key
@@ -105,6 +129,7 @@ class StateEntry(ABC):
         self.saved = saved
         self.names = saved.under(key)
         self.loaded: Any = None
+        self._undo: Callable[[], None] | None = None
 
     @abstractmethod
     def wanted(self) -> dict[str, ReadRequest]:
@@ -116,9 +141,22 @@ class StateEntry(ABC):
             set_element(root, (self.key, *path), values[name])
         self.loaded = with_containers(root, around.containers)[self.key]
 
-    @abstractmethod
     def put(self) -> None:
+        self._undo = self._way_back()
+        self._put()
+
+    def undo(self) -> None:
+        """Give the value back its state before `put`, whose tensors were filled back already."""
+        if self._undo is not None:
+            self._undo()
+
+    @abstractmethod
+    def _put(self) -> None:
         pass
+
+    def _way_back(self) -> Callable[[], None] | None:
+        before = copied(self.value.state_dict())
+        return lambda: self.value.load_state_dict(before)
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
@@ -135,10 +173,21 @@ class StateEntry(ABC):
         return CheckpointError(f"{self.key!r} cannot be restored from {self.saved.path}: {what}")
 
 
+def copied(value: Any) -> Any:
+    """Return a copy of a state that shares nothing with it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, copied(inner)) for key, inner in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(copied(inner) for inner in value)
+    return copy.deepcopy(value)
+
+
 def entry_for(key: str, value: Any, state: Mapping[str, Any], saved: SavedEntries, rank: int) -> StateEntry:
     if isinstance(value, Loader):
         return _LoaderEntry(key, value, saved, rank)
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(value, torch.optim.Optimizer) and is_numbered(value.state_dict()):
         return _OptimizerEntry(key, value, saved, parameter_names(value, state, key))
     if isinstance(value, nn.Module):
         return _ModuleEntry(key, unwrapped(value), saved)
@@ -148,6 +197,9 @@ def entry_for(key: str, value: Any, state: Mapping[str, Any], saved: SavedEntrie
 
 
 class _LoaderEntry(StateEntry):
+    comes_last = True
+    can_raise = False
+
     def __init__(self, key: str, value: Loader, saved: SavedEntries, rank: int) -> None:
         super().__init__(key, value, saved)
         under = {str(path[0]): name for name, path in self.names.items()}
@@ -157,10 +209,13 @@ class _LoaderEntry(StateEntry):
         return {self._name: ReadRequest(None, True)}
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
-        self.loaded = values[self._name]
+        self.loaded = loader_state(self.value, values[self._name])
 
-    def put(self) -> None:
-        load_loader(self.value, self.loaded)
+    def _put(self) -> None:
+        self.value.load_state_dict(self.loaded)
+
+    def _way_back(self) -> None:
+        return None
 
 
 class _OptimizerEntry(StateEntry):
@@ -169,6 +224,8 @@ class _OptimizerEntry(StateEntry):
     def __init__(self, key: str, value: torch.optim.Optimizer, saved: SavedEntries, names: list[str]) -> None:
         super().__init__(key, value, saved)
         self._parameters = names
+        self._is_torch_s = type(value).load_state_dict is torch.optim.Optimizer.load_state_dict
+        self.can_raise = not self._is_torch_s or bool(value._optimizer_load_state_dict_pre_hooks)
 
     def wanted(self) -> dict[str, ReadRequest]:
         parameters = [one for group in self.value.param_groups for one in group["params"]]
@@ -192,49 +249,140 @@ class _OptimizerEntry(StateEntry):
         for optimizer in (self.value, getattr(self.value, "optimizer", None)):
             around.orders[id(optimizer)] = order
         self.loaded = numbered_state(self.loaded, self._parameters, order, lengths)
-        self._notes = around.notes.get(self.key, {})
+        self._shared = around.shared.get(self.key, [])
 
-    def put(self) -> None:
-        load_optimizer(self.value, self.loaded, self._parameters, self._notes)
+    def _put(self) -> None:
+        load_optimizer(self.value, self.loaded, self._parameters, self._shared)
+
+    def _way_back(self) -> Callable[[], None]:
+        if not self._is_torch_s:
+            return super()._way_back()
+        # torch's own makes new dicts, and leaves the present ones as they are
+        before = {"state": self.value.state, "param_groups": self.value.param_groups}
+        return lambda: self.value.__setstate__(before)
 
 
 class _ModuleEntry(StateEntry):
-    def wanted(self) -> dict[str, ReadRequest]:
-        state = module_state(self.value)
+    def __init__(self, key: str, value: nn.Module, saved: SavedEntries) -> None:
+        super().__init__(key, value, saved)
+        self._state = module_state(value)
+        self._fills = not _adapts(value) or not (self._other_names() or any(self._other_shapes()))
+        """True if the module's tensors are filled in place. Else its own code may rename or resize what was saved."""
+        self.can_raise = not self._fills or not all(_is_of("torch.", one) for one in _loading(value))
+
+    def _other_names(self) -> str:
         saved = {str(path[0]) for path in self.names.values()}
-        missing, unexpected = sorted(set(state) - saved), sorted(saved - set(state))
-        if missing or unexpected:
-            parts = [f"the checkpoint lacks {some(self._full(missing))}"] if missing else []
-            if unexpected:
-                parts.append(f"the checkpoint has {some(self._full(unexpected))}, which the module does not have")
-            raise self.misfit("; ".join(parts) + ". Build the module as it was at the save")
-        wanted = {}
-        for name, path in self.names.items():
-            current, extra = state[str(path[0])], str(path[0]).rpartition(".")[2] == EXTRA
-            fills = isinstance(current, torch.Tensor) and not extra and not is_lazy(current)
-            wanted[name] = self.saved.filled(name, current) if fills else self.saved.empty(name)
-        return wanted
+        missing, unexpected = sorted(set(self._state) - saved), sorted(saved - set(self._state))
+        parts = [f"the checkpoint lacks {some(self._full(missing))}"] if missing else []
+        if unexpected:
+            parts.append(f"the checkpoint has {some(self._full(unexpected))}, which the module does not have")
+        return "; ".join(parts)
 
     def _full(self, names: list[str]) -> list[str]:
         return [f"{self.key}.{name}" for name in names]
 
-    def put(self) -> None:
+    def _other_shapes(self) -> Iterator[str]:
+        for name, path in self.names.items():
+            tensor = self._tensor(path)
+            if tensor is not None and (why := self.saved.misfit(name, tensor)):
+                yield why
+
+    def _tensor(self, path: KeyPath) -> torch.Tensor | None:
+        """Return the module's tensor for a saved value, if it can be filled, or is on the meta device."""
+        current = self._state.get(str(path[0]))
+        extra = str(path[0]).rpartition(".")[2] == EXTRA
+        filled = isinstance(current, torch.Tensor) and not extra and (_is_whole(current) or current.is_meta)
+        return current if filled else None
+
+    def wanted(self) -> dict[str, ReadRequest]:
+        tensors = {name: self._tensor(path) for name, path in self.names.items()}
+        if not self._fills:
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    self.saved.filled(name, tensor)  # raises
+            return {name: self.saved.empty(name, tensor) for name, tensor in tensors.items()}
+        if why := self._other_names():
+            raise self.misfit(f"{why}. Build the module as it was at the save")
+        return {
+            name: self.saved.empty(name) if tensor is None else self.saved.filled(name, tensor)
+            for name, tensor in tensors.items()
+        }
+
+    def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
+        super().fit(values, around)
+        self._versions = around.versions.get(self.key)
+        tensors = {name: self._tensor(path) for name, path in self.names.items()}
+        if any(tensor is not None and values[name] is not tensor for name, tensor in tensors.items()):
+            self.can_raise = True  # a tensor of another class, which the module copies itself
+
+    def _put(self) -> None:
         current = self.value.state_dict()
-        state = OrderedDict((raw, self.loaded[clean]) for raw, clean in clean_keys(self.value, list(current)).items())
-        if hasattr(current, "_metadata"):  # versions of modules' states, which plain dicts of tensors do not keep
-            state._metadata = current._metadata  # type: ignore[attr-defined]
+        names = {clean: raw for raw, clean in clean_keys(self.value, list(current)).items()}
+        state = OrderedDict((names.get(name, name), value) for name, value in self.loaded.items())
+        versions = getattr(current, "_metadata", None)
+        if versions is not None and self._versions is not None:
+            clean = clean_names(self.value, list(versions))
+            versions = {raw: self._versions[name] for raw, name in clean.items() if name in self._versions}
+            versions = {**self._versions, **versions}
+        if versions is not None:
+            state._metadata = versions  # type: ignore[attr-defined]
         self.value.load_state_dict(state)
+
+    def _way_back(self) -> Callable[[], None]:
+        state = {} if self._fills else self._state  # what the restore fills, it fills back
+        tensors = [(one, one.detach().clone()) for one in state.values() if isinstance(one, torch.Tensor)]
+        held = [(one, dict(one._parameters), dict(one._buffers)) for one in self.value.modules()]
+        extra = {name: copied(value) for name, value in self._state.items() if name.rpartition(".")[2] == EXTRA}
+
+        def undo() -> None:
+            for module, parameters, buffers in held:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
+            with torch.no_grad():
+                for tensor, before in tensors:
+                    if tensor.shape != before.shape:
+                        tensor.set_(before)  # type: ignore[call-overload]
+                    else:
+                        tensor.copy_(before)
+            for name, value in extra.items():
+                self.value.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+
+        return undo
+
+
+def _adapts(module: nn.Module) -> bool:
+    """True if code besides that of torch.nn may rename or resize what is loaded, such as a hook, or an observer's."""
+    return not all(_is_of("torch.nn.", function) for function in _loading(module))
+
+
+def _loading(module: nn.Module) -> Iterator[Any]:
+    """Yield the functions that load a state into a module."""
+    yield type(module).load_state_dict
+    for one in module.modules():
+        yield type(one)._load_from_state_dict
+        yield type(one).set_extra_state
+        yield from one._load_state_dict_pre_hooks.values()
+        yield from one._load_state_dict_post_hooks.values()
+
+
+def _is_of(package: str, function: Any) -> bool:
+    return str(getattr(getattr(function, "hook", function), "__module__", "")).startswith(package)
 
 
 class _StatefulEntry(StateEntry):
+    def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
+        super().__init__(key, value, saved)
+        self.can_raise = type(value).load_state_dict is not torch.optim.lr_scheduler.LRScheduler.load_state_dict
+
     def wanted(self) -> dict[str, ReadRequest]:
-        current, _ = flatten_state_dict({self.key: self.value.state_dict()})
+        current, _ = flattened({self.key: self.value.state_dict()})
         like = {name: tensor for name, tensor in current.items() if isinstance(tensor, torch.Tensor)}
         return {name: self.saved.empty(name, like.get(name)) for name in self.names}
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         super().fit(values, around)
-        warn_of_numbers(self.key, self.loaded)
+        if not isinstance(self.value, torch.optim.Optimizer):
+            warn_of_numbers(self.key, self.loaded)
         optimizer = getattr(self.value, "optimizer", None) or getattr(self.value, "_optimizer", None)
         if optimizer is not None and id(optimizer) in around.orders:
             try:
@@ -242,43 +390,101 @@ class _StatefulEntry(StateEntry):
             except CheckpointError as error:
                 raise self.misfit(error.message) from None
 
-    def put(self) -> None:
+    def _put(self) -> None:
         self.value.load_state_dict(self.loaded)
 
 
 class _PlainEntry(StateEntry):
+    """Dicts and lists become what was saved. Their tensors are filled where they fit, and replaced elsewhere."""
+
     def __init__(self, key: str, value: Any, saved: SavedEntries, state: Mapping[str, Any]) -> None:
         super().__init__(key, value, saved)
         self._state = state
+        self.can_raise = isinstance(value, torch.Tensor) and not _is_whole(value)
 
     def wanted(self) -> dict[str, ReadRequest]:
-        current, _ = flatten_state_dict({self.key: self.value})
-        if missing := sorted(set(current) - set(self.names)):
-            raise self.misfit(f"the checkpoint lacks {some(missing)}. Leave these values out of the state to restore")
-        if not isinstance(self.value, Mapping) or self.value:  # an empty dict takes every saved value
-            self.names = {name: path for name, path in self.names.items() if name in current}
-        return {
-            name: self.saved.filled(name, tensor)
-            if isinstance(tensor := current.get(name), torch.Tensor)
-            else self.saved.empty(name)
-            for name in self.names
-        }
+        if not isinstance(self.value, torch.Tensor):
+            current = flattened({self.key: self.value})[0] if _is_container(self.value) else {}
+            return {name: self._request(name, current.get(name)) for name in self.names}
+        if self.names != {self.key: ()}:
+            raise self.misfit("it was saved as a dict or list, but is a tensor in the state to restore")
+        if self.can_raise and not self.value.is_meta:
+            return {self.key: self.saved.empty(self.key)}
+        return {self.key: self.saved.filled(self.key, self.value)}
+
+    def _request(self, name: str, current: Any) -> ReadRequest:
+        if isinstance(current, torch.Tensor) and (current.is_meta or _is_whole(current)):
+            fits = current.is_meta or not self.saved.misfit(name, current)
+            return self.saved.filled(name, current) if fits else self.saved.empty(name)
+        return self.saved.empty(name)
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         super().fit(values, around)
         warn_of_numbers(self.key, self.loaded)
+        stays = isinstance(self.value, torch.Tensor) or _fits(self.value, self.loaded)
+        if not stays and not isinstance(self._state, MutableMapping):
+            raise self.misfit(f"the state to restore must be a dict to take it, got {type(self._state).__name__}")
+        self.can_raise = isinstance(self.value, torch.Tensor) and self.loaded is not self.value
 
-    def put(self) -> None:
-        if isinstance(self.value, MutableMapping):
-            _replace(self.value, self.loaded)
-        elif not isinstance(self.value, torch.Tensor) and isinstance(self._state, MutableMapping):
-            self._state[self.key] = self.loaded
+    def _put(self) -> None:
+        if not isinstance(self.value, torch.Tensor):
+            if become(self.value, self.loaded) is not self.value:
+                assert isinstance(self._state, MutableMapping)
+                self._state[self.key] = self.loaded
+        elif self.loaded is not self.value:
+            with torch.no_grad():
+                self.value.copy_(self.loaded)
+
+    def _way_back(self) -> Callable[[], None]:
+        if isinstance(self.value, torch.Tensor):
+            before = self.value.detach().clone() if self.can_raise else None
+        held = list(_containers(self.value))
+
+        def undo() -> None:
+            if isinstance(self.value, torch.Tensor):
+                if before is not None:
+                    with torch.no_grad():
+                        self.value.copy_(before)
+                return
+            for container, content in held:
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
+            if isinstance(self._state, MutableMapping):
+                self._state[self.key] = self.value
+
+        return undo
 
 
-def _replace(target: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Replace values of nested dicts in place, but not tensors, which are filled already."""
-    for key, value in loaded.items():
-        if isinstance(target.get(key), MutableMapping) and isinstance(value, Mapping):
-            _replace(target[key], value)
-        elif not isinstance(target.get(key), torch.Tensor):
-            target[key] = value
+def _is_container(value: Any) -> bool:
+    return isinstance(value, MutableMapping | list)
+
+
+def _fits(target: Any, saved: Any) -> bool:
+    return (isinstance(target, MutableMapping) and isinstance(saved, Mapping)) or (
+        isinstance(target, list) and isinstance(saved, list)
+    )
+
+
+def become(target: Any, saved: Any) -> Any:
+    """Make a dict or list what was saved, with those in it, and return it. Return `saved` for any other value."""
+    if not _fits(target, saved):
+        return saved
+    if isinstance(target, list):
+        target[:] = [become(one, new) for one, new in zip(target, saved, strict=False)] + saved[len(target) :]
+        return target
+    made = {key: become(target[key], new) if key in target else new for key, new in saved.items()}
+    target.clear()
+    target.update(made)
+    return target
+
+
+def _containers(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each dict and list within a value, with a copy of what it holds."""
+    if isinstance(value, MutableMapping):
+        yield value, dict(value)
+        for inner in value.values():
+            yield from _containers(inner)
+    elif isinstance(value, list):
+        yield value, list(value)
+        for inner in value:
+            yield from _containers(inner)

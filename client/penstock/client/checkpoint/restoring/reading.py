@@ -12,7 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from penstock.client.checkpoint.restoring.entries import ReadRequest
 from penstock.client.checkpoint.restoring.index import SavedValue
 from penstock.client.checkpoint.values.objects import load_tensor
-from penstock.client.checkpoint.values.torch_frames import frame_of
+from penstock.client.checkpoint.values.tensor_classes import Part, joined
+from penstock.client.checkpoint.values.torch_frames import frame_of, is_plain
 from penstock.client.checkpoint.values.torch_private import copy_all, find_state_dict_object
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 from penstock.proto.state.checkpoint_files import CheckpointFile
@@ -43,6 +44,8 @@ class FillRequest:
     name: str
     target: torch.Tensor
     source: torch.Tensor
+    before: list[torch.Tensor] = field(default_factory=list, compare=False)
+    """The target's values before it was filled, if they are kept."""
 
     @staticmethod
     def check(fills: list[FillRequest]) -> None:
@@ -61,11 +64,28 @@ class FillRequest:
                 )
 
     @staticmethod
-    def all_of(fills: list[FillRequest]) -> None:
-        if not fills:
-            return
+    def all_of(fills: list[FillRequest], *, keep: bool) -> None:
+        """Fill the tensors. `keep`: keep their present values in the sources, for `undo`."""
         with torch.no_grad():
-            copy_all([fill.target.detach() for fill in fills], [fill.source for fill in fills])
+            if not keep:
+                if fills:
+                    copy_all([fill.target.detach() for fill in fills], [fill.source for fill in fills])
+                return
+            for fill in fills:
+                target = fill.target.detach()
+                before = target.to("cpu", copy=True)
+                target.copy_(fill.source)
+                if before.dtype == fill.source.dtype:
+                    fill.source.copy_(before)
+                    before = fill.source
+                fill.before.append(before)
+
+    @staticmethod
+    def undo(fills: list[FillRequest]) -> None:
+        with torch.no_grad():
+            for fill in reversed(fills):
+                if fill.before:
+                    fill.target.detach().copy_(fill.before.pop())
 
 
 @dataclass(frozen=True)
@@ -106,6 +126,7 @@ def read(
     found: dict[str, Any] = {name: want.tensor for name, want in wanted.items()}
     fills: list[FillRequest] = []
     objects: dict[str, bytes] = {}
+    whole: dict[str, list[Part]] = defaultdict(list)
     handles: list[int] = []
     tasks = []
     try:
@@ -116,7 +137,7 @@ def read(
             handles.append(_open(folder, file))
             if not file.parts:
                 _check_whole(handles[-1], file)
-            reader = _Reader(handles[-1], file, fills, objects)
+            reader = _Reader(handles[-1], file, fills, objects, whole)
             tasks += [(reader, run) for run in _runs(archives)]
         if sum(archive.length for archives in by_file.values() for archive in archives) <= SMALL:
             for reader, run in tasks:
@@ -131,6 +152,8 @@ def read(
     FillRequest.check(fills)
     for name, data in objects.items():
         found[name] = load(name, data)
+    for name, parts in whole.items():
+        found[name] = joined(name, found[name], parts)
     return found, fills
 
 
@@ -175,8 +198,16 @@ def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:
 
 
 class _Reader:
-    def __init__(self, handle: int, file: CheckpointFile, fills: list[FillRequest], objects: dict[str, bytes]) -> None:
+    def __init__(
+        self,
+        handle: int,
+        file: CheckpointFile,
+        fills: list[FillRequest],
+        objects: dict[str, bytes],
+        whole: dict[str, list[Part]],
+    ) -> None:
         self._handle = handle
+        self._whole = whole
         self._file = file
         self._parts = file.spans
         self._fills = fills
@@ -215,6 +246,9 @@ class _Reader:
             )
 
     def _fill(self, name: str, piece: _Piece, values: torch.Tensor, *, keep: bool) -> None:
+        if not is_plain(values):
+            self._whole[name].append(Part(values, piece.item))
+            return
         target = piece.target.detach()
         if piece.item is not None:
             values = _narrow(values, piece.item.storage_offsets, piece.item.lengths)

@@ -17,9 +17,8 @@ import xxhash
 from penstock.client.checkpoint.restoring.entries import RestoreContext, SavedEntries, StateEntry, entry_for
 from penstock.client.checkpoint.restoring.index import SavedValue, converted, read_index
 from penstock.client.checkpoint.restoring.reading import FillRequest, read, read_file
-from penstock.client.checkpoint.saving.collect import OPTIMIZERS, OURS, RECIPES
+from penstock.client.checkpoint.saving.collect import OPTIMIZERS, OURS, RECIPES, VERSIONS
 from penstock.client.checkpoint.values.objects import load_object
-from penstock.client.checkpoint.values.optimizers import merged
 from penstock.client.checkpoint.values.plain_values import decode
 from penstock.proto.errors import (
     CheckpointCorruptError,
@@ -120,14 +119,38 @@ def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
 
 @dataclass
 class LoadedCheckpoint:
+    """Values that were read and checked, in the order in which they are loaded: code of the user's, which may raise,
+    after all other, and what cannot be undone last."""
+
     _entries: list[StateEntry]
     _fills: list[FillRequest]
 
-    def put(self) -> None:
-        FillRequest.all_of(self._fills)
+    def __post_init__(self) -> None:
+        self._entries.sort(key=lambda entry: (entry.comes_last, entry.can_raise))
+        self._begun: list[StateEntry] = []
+
+    @property
+    def can_raise(self) -> bool:
+        return any(entry.can_raise for entry in self._entries)
+
+    def put(self, *, keep: bool) -> None:
+        """Load the values, but not those that cannot be undone. `keep`: keep what they replace for `undo`."""
+        FillRequest.all_of(self._fills, keep=keep)
         for entry in self._entries:
-            with entry.named_errors():
+            if not entry.comes_last:
+                self._begun.append(entry)
+                with entry.named_errors():
+                    entry.put()
+
+    def finish(self) -> None:
+        for entry in self._entries:
+            if entry.comes_last:
                 entry.put()
+
+    def undo(self) -> None:
+        FillRequest.undo(self._fills)
+        for entry in reversed(self._begun):
+            entry.undo()
 
 
 def load(
@@ -177,16 +200,25 @@ def _load(
         kind, _, number = str(index[table].path[1]).rpartition("-")
         if kind == RECIPES:
             own = {name for name in values[table] if name in values and _saved_by(index[name]) == int(number)}
-            values.update({name: decode(values[name], values[table][name]) for name in own})
+            values.update({name: _decoded(name, values[name], values[table][name]) for name in own})
         elif kind == OPTIMIZERS:
             for key, noted in values[table].items():
-                around.notes[key] = merged(around.notes.get(key, {}), noted)
+                around.shared.setdefault(key, []).extend(noted.get("shared", ()))
+        elif kind == VERSIONS:
+            around.versions.update(values[table])
         else:
             around.containers.update(values[table])
     for entry in sorted(entries, key=lambda one: not one.comes_first):
         with entry.named_errors():
             entry.fit(values, around)
     return LoadedCheckpoint(entries, fills)
+
+
+def _decoded(name: str, value: Any, recipe: Any) -> Any:
+    try:
+        return decode(value, recipe)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name!r}: {error.message}") from None
 
 
 def _index(folder: int, path: Path, files: Mapping[str, CheckpointFile]) -> dict[str, SavedValue]:

@@ -22,8 +22,8 @@ from torch.nn.parameter import is_lazy
 from penstock.client.checkpoint.saving.planning import Key, LocalItem, TensorItems
 from penstock.client.checkpoint.values.loader_states import Loader, loader_leaves
 from penstock.client.checkpoint.values.objects import plain_bytes
-from penstock.client.checkpoint.values.optimizers import named_state, notes, warn_of_numbers
-from penstock.client.checkpoint.values.parameter_names import clean_keys, parameter_names, unwrapped
+from penstock.client.checkpoint.values.optimizers import is_numbered, named_state, shared, warn_of_numbers
+from penstock.client.checkpoint.values.parameter_names import clean_keys, clean_names, parameter_names, unwrapped
 from penstock.client.checkpoint.values.plain_values import FACTORIES, LEAVES, PLAIN, decode, encode
 from penstock.client.checkpoint.values.torch_frames import is_plain, saved_bytes
 from penstock.client.checkpoint.values.torch_private import find_state_dict_object
@@ -31,8 +31,9 @@ from penstock.proto.errors import InvalidArgumentError
 
 OURS = "__penstock__"
 """Top-level key of Penstock's own data, with which a restore gives the state exactly its original form."""
-CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"
-"""Tables of each rank under OURS: types and keys of dicts, recipes, what torch changes in optimizers' states."""
+CONTAINERS, RECIPES, OPTIMIZERS, VERSIONS = "containers", "recipes", "optimizers", "versions"
+"""Tables of each rank under OURS: types and keys of dicts, recipes, tensors that parameters share in optimizers'
+states, versions of modules' states."""
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
 """Mapping types that a restore makes again, by name. Other mappings are restored as dicts."""
 
@@ -96,9 +97,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
                 nested[key] = leaves
         else:
             nested[key] = _state_of(key, value, state)
-    values: dict[str, Any] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
-    _flatten(nested, (), values, paths)
+    values, paths = flattened(nested)
     for name, value in values.items():
         if type(value) in LEAVES:
             continue
@@ -107,12 +106,17 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
                 f"{name!r} of the state to save is a {type(value).__name__} inside a dict or list: move it to the top"
             )
     recipes, opaque = _made_plain(values)
+    optimizers = [key for key, value in state.items() if isinstance(value, torch.optim.Optimizer)]
     noted = {
-        key: found
-        for key, value in state.items()
-        if isinstance(value, torch.optim.Optimizer) and (found := notes(value, nested[key]))
+        key: {"shared": alike} for key in optimizers if is_numbered(nested[key]) and (alike := shared(nested[key]))
     }
-    tables = (CONTAINERS, dict(_containers(nested, ()))), (RECIPES, recipes), (OPTIMIZERS, noted)
+    versions = {key: nested[key]._metadata for key, value in state.items() if isinstance(value, nn.Module)}
+    tables = (
+        (CONTAINERS, dict(_containers(nested, ()))),
+        (RECIPES, recipes),
+        (OPTIMIZERS, noted),
+        (VERSIONS, versions),
+    )
     for table, content in tables:
         if content:
             path = OURS, f"{table}-{rank}"
@@ -120,6 +124,14 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
     loaders = {key: value.box_and_num_boxes for key, value in state.items() if isinstance(value, Loader)}
     signature = [list(paths.items()), [_kind(value) for value in values.values()]]
     return CollectedState(values, paths, signature, loaders, recipes, opaque)
+
+
+def flattened(nested: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Return nested values, and the keys that lead to them, by their names in a checkpoint."""
+    values: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    _flatten(nested, (), values, paths)
+    return values, paths
 
 
 def _flatten(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
@@ -233,8 +245,8 @@ def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tup
 
 
 def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
-    if isinstance(value, torch.optim.Optimizer):
-        return named_state(value, parameter_names(value, state, key))
+    if isinstance(value, torch.optim.Optimizer) and is_numbered(plain := value.state_dict()):
+        return named_state(plain, parameter_names(value, state, key))
     if isinstance(value, nn.Module):
         return module_state(unwrapped(value))
     plain = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
@@ -243,10 +255,18 @@ def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state_dict() without the names of wrappers: "layer.weight", not "module.layer.weight"."""
+    """Return a module's state_dict() without the names of wrappers: "layer.weight", not "module.layer.weight". Its
+    `_metadata` has the versions of the modules in it; of a wrapper and the module within, the latter's."""
     plain = module.state_dict()
     clean = clean_keys(module, list(plain))
-    return type(plain)((clean[name], value) for name, value in plain.items())
+    found = OrderedDict((clean[name], value) for name, value in plain.items())
+    versions = getattr(plain, "_metadata", {})
+    names = clean_names(module, list(versions))
+    found._metadata = {  # type: ignore[attr-defined]
+        names[name]: {key: value for key, value in one.items() if type(value) in PLAIN}
+        for name, one in versions.items()
+    }
+    return found
 
 
 def _kind(value: Any) -> Any:

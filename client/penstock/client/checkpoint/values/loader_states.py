@@ -7,6 +7,8 @@ If only one rank has saved such a state, the run had one box on several ranks, a
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.client.api.data_loader import DataLoader
 from penstock.client.api.lookahead import Lookahead
 from penstock.proto.errors import StateMismatchError
@@ -49,9 +51,12 @@ def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
     )
 
 
-def load_loader(loader: Loader, data: bytes) -> None:
+def loader_state(loader: Loader, data: bytes) -> Any:
+    """Return a saved state for `loader.load_state_dict`, whose errors this raises."""
     length = int.from_bytes(data[:LENGTH])
-    loader.load_state_dict(decode_state(data[LENGTH : LENGTH + length]))  # type: ignore[arg-type]
+    state: Any = decode_state(data[LENGTH : LENGTH + length])
+    (loader if isinstance(loader, DataLoader) else loader._loader)._loadable(state)
+    return state
 
 
 def _padded(data: bytes) -> bytes:

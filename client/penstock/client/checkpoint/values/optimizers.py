@@ -3,8 +3,9 @@
 torch's `load_state_dict` goes by order: with another order than at the save, a parameter silently gets another's
 momentum. Here the state is first put into the optimizer's own order, as are a scheduler's lists; if it depends on the
 order in another way, the restore raises an error. `load_state_dict` also converts every value to the parameter's dtype
-(float32 momentum of bfloat16 parameters is rounded), and splits tensors that parameters share. So a checkpoint records
-both (`notes`), and `load_optimizer` restores them."""
+(float32 momentum of bfloat16 parameters is rounded), and splits tensors that parameters share, which a checkpoint
+records (`shared`). `load_optimizer` corrects both. An optimizer whose state_dict has another shape than torch's
+(`is_numbered`) is restored as it is, like any object with a `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -27,9 +28,16 @@ OTHER_LISTS = {"_milestones", "_schedule_phases", "milestones", "_schedulers"}
 """A scheduler's lists that do not depend on the parameter groups."""
 
 
-def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the state_dict with names for parameters' numbers. Other entries' keys must not be names."""
-    plain = optimizer.state_dict()
+def is_numbered(plain: Mapping[str, Any]) -> bool:
+    """True for a state_dict of torch's shape, with state by the numbers in param_groups."""
+    groups = plain.get("param_groups")
+    return (
+        isinstance(plain.get("state"), Mapping) and isinstance(groups, list) and all("params" in one for one in groups)
+    )
+
+
+def named_state(plain: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """Return an optimizer's state_dict with names for parameters' numbers. Other entries' keys must not be names."""
     if twice := sorted(set(names) & {key for key in plain["state"] if isinstance(key, str)}):
         raise InvalidArgumentError(
             f"the optimizer's state has the key {twice[0]!r}, which is also a parameter's name: rename the parameter"
@@ -159,47 +167,36 @@ def _order_matters(what: str, before: list[str]) -> CheckpointError:
     )
 
 
-def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what `load_state_dict` changes: paths of tensors with another dtype, lists of paths to one tensor."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    names = [name for group in named["param_groups"] for name in group["params"]]
-    own = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
-    dtypes: list[Path] = []
+def shared(named: Mapping[str, Any]) -> list[list[Path]]:
+    """Return the paths of each tensor that has several in a result of `named_state`."""
     paths_to: dict[int, list[Path]] = {}
     for path, tensor in _tensors(named["state"], ()):
-        if own.get(path[0], tensor.dtype) != tensor.dtype and path[1:] != ("step",):
-            dtypes.append(path)
         paths_to.setdefault(id(tensor), []).append(path)
-    shared = [paths for paths in paths_to.values() if len(paths) > 1]
-    return {key: value for key, value in (("dtypes", dtypes), ("shared", shared)) if value}
-
-
-def merged(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    return {key: [*one.get(key, []), *other.get(key, [])] for key in {*one, *other}}
+    return [paths for paths in paths_to.values() if len(paths) > 1]
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], noted: Mapping[str, list[Any]]
+    optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], alike: list[list[Path]]
 ) -> None:
-    """Load a result of `numbered_state`, and correct what `load_state_dict` has changed (`noted`, merged over all
-    ranks). A class with its own `load_state_dict` may convert dtypes on purpose, so its dtypes are not corrected."""
+    """Load a result of `numbered_state`, and correct what `load_state_dict` has changed. A class with its own
+    `load_state_dict` may convert dtypes on purpose, so its dtypes are not corrected. `alike`: `shared` of all ranks.
+    What an optimizer keeps at another place than in its state_dict is left as it was loaded."""
     optimizer.load_state_dict(numbered)
     inner = optimizer
     while isinstance(wrapped := getattr(inner, "optimizer", None), torch.optim.Optimizer):
         inner = wrapped
     parameters = [one for group in inner.param_groups for one in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
-    keys: dict[Any, Any] = {name: parameters[number] for name, number in numbers.items()}
-    paths = [*noted.get("dtypes", []), *(path for alike in noted.get("shared", []) for path in alike)]
-    mentioned = {path[0] for path in paths}
-    state = {key: inner.state[keys.get(key, key)] for key in mentioned if keys.get(key, key) in inner.state}
+    state = {**{key: value for key, value in inner.state.items() if isinstance(key, str)}}
+    state |= {number: inner.state[one] for number, one in enumerate(parameters) if one in inner.state}
     if type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict:
-        for path in noted.get("dtypes", []):
-            if path[0] in state and isinstance(current := _at(state, path), torch.Tensor):
-                saved = _at(numbered["state"], (numbers[path[0]], *path[1:]))
+        for path, saved in _tensors(numbered["state"], ()):
+            current = _at(state, path)
+            if isinstance(current, torch.Tensor) and current.dtype != saved.dtype and path[1:] != ("step",):
                 _put(state, path, saved.to(current.device))
-    for alike in noted.get("shared", []):
-        there = [path for path in alike if path[0] in state]
+    for paths in alike:
+        there = [(numbers.get(path[0], path[0]), *path[1:]) for path in paths]
+        there = [path for path in there if isinstance(_at(state, path), torch.Tensor)]
         for path in there[1:]:
             _put(state, path, _at(state, there[0]))
 
@@ -216,8 +213,12 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
 
 
 def _at(value: Any, path: Path) -> Any:
-    for key in path:
-        value = value[key]
+    """Return the value at a path; None if there is none."""
+    try:
+        for key in path:
+            value = value[key]
+    except (KeyError, IndexError, TypeError):
+        return None
     return value
 
 

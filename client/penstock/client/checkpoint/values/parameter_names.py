@@ -27,23 +27,27 @@ def unwrapped(value: Any) -> Any:
     while True:
         if isinstance(value, DistributedDataParallel | DataParallel):
             value = value.module
-        elif isinstance(value, nn.Module) and isinstance(inner := getattr(value, "_orig_mod", None), nn.Module):
-            value = inner  # torch.compile's wrapper
+        elif type(value).__module__ == "torch._dynamo.eval_frame":  # torch.compile's wrapper
+            value = value._orig_mod
         else:
             return value
 
 
 def clean_keys(module: nn.Module, keys: list[str]) -> dict[str, str]:
     """Return each key of a module's state_dict without the names of wrappers inside the module."""
+    clean = clean_names(module, keys)
+    if len(set(clean.values())) < len(clean):
+        return {key: key for key in keys}  # with the short names two keys would be equal
+    return clean
+
+
+def clean_names(module: nn.Module, names: list[str]) -> dict[str, str]:
     parallel = {
         f"{path}.module" if path else "module"
         for path, inner in module.named_modules(remove_duplicate=False)
         if isinstance(inner, DistributedDataParallel | DataParallel)
     }
-    clean = {key: _clean(key, parallel) for key in keys}
-    if len(set(clean.values())) < len(clean):
-        return {key: key for key in keys}  # with the short names two keys would be equal
-    return clean
+    return {name: _clean(name, parallel) for name in names}
 
 
 def _clean(key: str, parallel: set[str]) -> str:

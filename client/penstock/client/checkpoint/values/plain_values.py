@@ -6,10 +6,14 @@ plain values; None: saved unchanged."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import decimal
+import enum
 import fractions
+import importlib
 import pathlib
+import sys
 import uuid
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -19,6 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
+
+from penstock.proto.errors import CheckpointError
 
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 LEAVES = PLAIN | {torch.Tensor, torch.nn.Parameter}
@@ -44,12 +50,19 @@ def _made_with_fold(kind: Any) -> Callable[[Any], Any]:
 
 
 def _array(value: Any) -> Any:
-    return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+    dtype = value.dtype
+    # JAX's bfloat16 and its kind are void to `dtype.str`.
+    text = f"ml_dtypes.{dtype.name}" if dtype.isbuiltin == 2 else dtype.str
+    parts = [text, list(value.shape), np.ascontiguousarray(value).tobytes()]
+    return [*parts, dict(dtype.metadata)] if dtype.metadata else parts
 
 
 def _made_array(parts: Any) -> Any:
-    dtype, shape, data = parts
-    return np.frombuffer(bytearray(data), np.dtype(str(dtype))).reshape(shape)
+    text, shape, data, *metadata = parts
+    module, _, name = str(text).rpartition(".")
+    dtype = np.dtype(getattr(importlib.import_module("ml_dtypes"), name) if module == "ml_dtypes" else text)
+    dtype = np.dtype(dtype, metadata=metadata[0]) if metadata else dtype
+    return np.frombuffer(bytearray(data), np.uint8).view(dtype).reshape(shape)
 
 
 def _pairs(value: Any) -> Any:
@@ -97,8 +110,53 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     **{name: made for name, _, _, made in KINDS},
     "dict": lambda parts: dict(zip(*parts, strict=True)),
     "defaultdict": lambda parts: defaultdict(FACTORIES[parts[0]], zip(*parts[1:], strict=True)),
-    "scalar": lambda parts: _made_array([parts[0], [], parts[1]])[()],
+    "scalar": lambda parts: _made_array([parts[0], [], *parts[1:]])[()],
+    "enum": lambda parts: _made_member(*parts),
+    "named": lambda parts: tuple.__new__(_class(parts[0], parts[1]), parts[2]),
+    "fields": lambda parts: _made_fields(*parts),
 }
+
+
+def _class(module: str, name: str) -> Any:
+    """Return a class that the job has imported: a checkpoint imports nothing."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    is_kind = isinstance(found, type) and (
+        issubclass(found, enum.Enum)
+        or (issubclass(found, tuple) and hasattr(found, "_fields"))
+        or _has_plain_fields(found)
+    )
+    if not is_kind:
+        raise CheckpointError(
+            f"the checkpoint has a value of the class {module}.{name}: import it before the restore, under that name"
+        )
+    return found
+
+
+def _has_plain_fields(kind: Any) -> bool:
+    """True for a dataclass that pickle would copy field by field."""
+    return (
+        dataclasses.is_dataclass(kind)
+        and kind.__new__ is object.__new__
+        and all(getattr(kind, name) is getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__"))
+        and all(
+            getattr(getattr(kind, name, None), "__module__", None) in (None, "dataclasses")
+            for name in ("__getstate__", "__setstate__")
+        )
+    )
+
+
+def _made_member(module: str, name: str, value: Any) -> Any:
+    kind = _class(module, name)
+    return kind.__members__[value] if type(value) is str else kind(value)
+
+
+def _made_fields(module: str, name: str, fields: dict[str, Any]) -> Any:
+    made = object.__new__(_class(module, name))
+    for field, value in fields.items():
+        object.__setattr__(made, field, value)
+    return made
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -136,14 +194,37 @@ def _parts(value: Any) -> tuple[str, Any] | None:
     if isinstance(value, np.generic | np.ndarray) and (value.dtype.hasobject or value.dtype.fields is not None):
         return None
     if isinstance(value, np.generic):
-        return "scalar", [value.dtype.str, value.tobytes()]
+        text, _, *rest = _array(np.asarray(value))
+        return "scalar", [text, *rest]
     if kind is defaultdict:
         factory = next((name for name, one in FACTORIES.items() if one is value.default_factory), None)
         return None if factory is None else ("defaultdict", [factory, *_pairs(value)])
-    if kind not in TAKEN or (kind is zoneinfo.ZoneInfo and value.key is None):
+    if kind not in TAKEN:
+        return _parts_of_class(value)
+    if kind is zoneinfo.ZoneInfo and value.key is None:
         return None
     name, taken = TAKEN[kind]
     return name, taken(value)
+
+
+def _parts_of_class(value: Any) -> tuple[str, Any] | None:
+    """Parts of a member of an Enum, a named tuple, or a dataclass of the user's, with the class's name."""
+    kind = type(value)
+    name = [kind.__module__, kind.__qualname__]
+    try:
+        if _class(*name) is not kind:
+            return None
+    except CheckpointError:
+        return None
+    if isinstance(value, enum.Enum):
+        known = kind.__members__.get(str(value.name)) is value
+        return "enum", [*name, value.name if known else value.value]
+    if isinstance(value, tuple):
+        return None if getattr(value, "__dict__", None) else ("named", [*name, list(value)])
+    slots = {
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
+    }
+    return "fields", [*name, {**slots, **getattr(value, "__dict__", {})}]
 
 
 def _sequence(value: Any, depth: int) -> EncodedValue:

@@ -1,0 +1,390 @@
+"""What goes into a checkpoint comes out, as torch.save and torch.load give it back, or is refused at the save."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import io
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from quantised import Rows8
+from torch import nn
+
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.proto.errors import CheckpointError
+
+
+class Colour(enum.Enum):
+    RED = (1, 2)
+
+
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Point(NamedTuple):
+    x: int
+    y: Any
+
+
+@dataclasses.dataclass
+class Config:
+    width: int
+    kinds: list[Any]
+    where: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    name: str
+
+
+def test_parts_of_the_user_s_classes(checkpointer: AsyncCheckpointer) -> None:
+    config = Config(3, [Colour.RED, Flags.A | Flags.B], Point(1, (Fixed("n"), {"a": 2})))
+    config.extra = {"set"}  # type: ignore[attr-defined]
+    state: dict[str, Any] = {"config": config, "one": Colour.RED, "in": {"it": [Point(0, None)]}}
+    checkpointer.save(1, state)
+    found: dict[str, Any] = {"config": None, "one": None, "in": None}
+    checkpointer.restore(found)
+    assert found == state
+    assert vars(found["config"]) == vars(config)
+    assert type(found["in"]["it"][0]) is Point
+
+
+def test_a_class_that_is_gone_is_named(checkpointer: AsyncCheckpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer.save(1, {"config": {"a": Config(1, [])}})
+    checkpointer.wait()
+    monkeypatch.delattr(f"{__name__}.Config")
+    with pytest.raises(CheckpointError, match=r"'config.a': .* the class .*Config: import it before the restore"):
+        checkpointer.restore({"config": {}})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4"])
+def test_arrays_of_ml_dtypes(checkpointer: AsyncCheckpointer, dtype: str) -> None:
+    kind = getattr(ml_dtypes, dtype)
+    values = np.arange(6).reshape(2, 3).astype(kind)
+    checkpointer.save(1, {"x": {"array": values, "scalar": values[1, 2]}})
+    found: dict[str, Any] = {"x": {}}
+    checkpointer.restore(found)
+    array = found["x"]["array"]
+    assert (array.dtype, array.shape, array.tobytes()) == (values.dtype, values.shape, values.tobytes())
+    assert type(found["x"]["scalar"]) is kind
+    assert found["x"]["scalar"] == values[1, 2]
+
+
+def test_metadata_of_a_dtype(checkpointer: AsyncCheckpointer) -> None:
+    values = np.arange(3, dtype=np.dtype(np.int32, metadata={"unit": "m"}))
+    checkpointer.save(1, {"x": {"array": values}})
+    found: dict[str, Any] = {"x": {}}
+    checkpointer.restore(found)
+    assert found["x"]["array"].dtype.metadata == {"unit": "m"}
+
+
+# ---- containers
+
+
+@pytest.mark.parametrize(
+    ("saved", "present"),
+    [
+        ([{"a": 1}, {"b": 2}, {"c": 3}], [{"a": 0}]),
+        ([{"a": 1}], []),
+        ([{"a": 1}], [{"a": 0}, {"z": 9}]),
+        ({"a": {"b": [1, 2]}}, None),
+        ({"a": {"b": [1, 2]}}, {"a": None, "grown": 3}),
+        ({"a": torch.ones(3)}, {"a": torch.zeros(2)}),
+        ({"a": torch.ones(3)}, {"a": torch.zeros(3), "b": torch.ones(1)}),
+        (collections.OrderedDict(z=1, a=2), collections.OrderedDict(a=0)),
+        (collections.Counter("aab"), collections.Counter("c")),
+        ((1, [torch.ones(1)]), None),
+        ([], [{"a": 1}]),
+        ({}, {"a": 1}),
+    ],
+)
+def test_containers_become_what_was_saved(checkpointer: AsyncCheckpointer, saved: Any, present: Any) -> None:
+    checkpointer.save(1, {"x": saved})
+    state = {"x": present}
+    checkpointer.restore(state)
+    assert repr(state["x"]) == repr(saved)
+    assert list(state["x"]) == list(saved) or isinstance(saved, tuple | list)
+    if type(present) is type(saved):
+        assert state["x"] is present
+
+
+def test_tensors_are_filled_where_they_fit(checkpointer: AsyncCheckpointer) -> None:
+    checkpointer.save(1, {"x": {"in": [torch.ones(3), torch.ones(3)]}})
+    fits, other = torch.zeros(3), torch.zeros(2)
+    inner = [fits, other]
+    checkpointer.restore({"x": {"in": inner}})
+    assert inner[0] is fits
+    assert fits.eq(1).all()
+    assert inner[1] is not other
+    assert other.eq(0).all()
+
+
+def test_a_state_that_cannot_take_it(checkpointer: AsyncCheckpointer) -> None:
+    checkpointer.save(1, {"step": 5})
+    checkpointer.wait()
+    with pytest.raises(CheckpointError, match=r"'step' .*: the state to restore must be a dict .*, got mappingproxy"):
+        checkpointer.restore(MappingProxyType({"step": 0}))
+
+
+# ---- tensors of classes of their own
+
+
+def quantised(seed: int, rows: int = 8) -> Rows8:
+    return Rows8.of(torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_quantised_tensors_come_back_whole(checkpointer: AsyncCheckpointer) -> None:
+    saved = quantised(1)
+    checkpointer.save(1, {"free": {"q": saved}, "top": saved, "model": Holder(saved)})
+    state: dict[str, Any] = {"free": {}, "top": quantised(2), "model": Holder(quantised(3))}
+    top = state["top"]
+    checkpointer.restore(state)
+    assert state["top"] is top
+    for one in (state["free"]["q"], top, state["model"].weight.data):
+        assert type(one) is Rows8
+        assert torch.equal(one.codes, saved.codes)
+        assert torch.equal(one.scale, saved.scale)
+
+
+class Holder(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+class Momentum8(torch.optim.Optimizer):
+    """An optimizer whose momentum is quantised, as torchao's are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                before = self.state[one].get("momentum")
+                moment = one.grad + (0.9 * before.dequantize() if before is not None else 0)
+                self.state[one]["momentum"] = Rows8.of(moment)
+                one -= group["lr"] * moment
+
+
+def test_an_optimizer_with_quantised_state_goes_on(checkpointer: AsyncCheckpointer) -> None:
+    def made() -> tuple[nn.Linear, Momentum8]:
+        torch.manual_seed(0)
+        module = nn.Linear(16, 8, bias=False)
+        return module, Momentum8(module.parameters())
+
+    def step(module: nn.Linear, optimizer: Momentum8) -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(module(torch.ones(4, 16)).square().mean())
+        optimizer.step()
+
+    module, optimizer = made()
+    for _ in range(3):
+        step(module, optimizer)
+    checkpointer.save(1, {"model": module, "optimizer": optimizer})
+    file = io.BytesIO()
+    torch.save([module.state_dict(), optimizer.state_dict()], file)
+    ours, theirs = made(), made()
+    checkpointer.restore({"model": ours[0], "optimizer": ours[1]})
+    file.seek(0)
+    for value, state in zip(theirs, torch.load(file, weights_only=False), strict=True):
+        value.load_state_dict(state)
+    for _ in range(3):
+        for pair in ((module, optimizer), ours, theirs):
+            step(*pair)
+    assert type(ours[1].state[ours[0].weight]["momentum"]) is Rows8
+    assert torch.equal(theirs[0].weight, module.weight)
+    assert torch.equal(ours[0].weight, module.weight)
+
+
+class Elsewhere(torch.optim.SGD):
+    """An optimizer whose state_dict keeps its tensors under another key than its state, as bitsandbytes does."""
+
+    def state_dict(self) -> Any:
+        plain = super().state_dict()
+        state = {number: {"packed": dict(value)} for number, value in plain["state"].items()}
+        return {**plain, "state": state}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        state = {number: value["packed"] for number, value in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state})
+
+
+class Wrapped(torch.optim.SGD):
+    """An optimizer whose state_dict has none of torch's keys, as pytorch_optimizer's Lookahead."""
+
+    def state_dict(self) -> Any:
+        return {"base": super().state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict["base"])
+
+
+@pytest.mark.parametrize("kind", [Elsewhere, Wrapped])
+@pytest.mark.filterwarnings("ignore:'optimizer.base' of the state:UserWarning")
+def test_state_dicts_of_other_shapes(checkpointer: AsyncCheckpointer, kind: Any) -> None:
+    def made() -> tuple[nn.Linear, Any]:
+        torch.manual_seed(0)
+        module = nn.Linear(4, 4).to(torch.bfloat16)
+        return module, kind(module.named_parameters(), lr=0.1, momentum=0.9)
+
+    def step(module: nn.Linear, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(module(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
+        optimizer.step()
+
+    module, optimizer = made()
+    step(module, optimizer)
+    checkpointer.save(1, {"model": module, "optimizer": optimizer})
+    again, fresh = made()
+    checkpointer.restore({"model": again, "optimizer": fresh})
+    for pair in ((module, optimizer), (again, fresh)):
+        step(*pair)
+    assert torch.equal(again.weight, module.weight)
+
+
+# ---- modules
+
+
+class Renamed(nn.Module):
+    """A module that has renamed its parameter in version 2, and loads the old name."""
+
+    _version = 2
+
+    def __init__(self, name: str = "new") -> None:
+        super().__init__()
+        self.seen: Any = None
+        self.register_parameter(name, nn.Parameter(torch.rand(3)))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        self.seen = local_metadata.get("version")
+        if f"{prefix}old" in state_dict:
+            state_dict[f"{prefix}new"] = state_dict.pop(f"{prefix}old")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Before(Renamed):
+    _version = 1
+
+
+def test_modules_load_what_older_versions_saved(checkpointer: AsyncCheckpointer) -> None:
+    old, new = Before("old"), Renamed()
+    checkpointer.save(1, {"model": nn.Sequential(old)})
+    checkpointer.restore({"model": nn.Sequential(new)})
+    assert torch.equal(new.new, old.old)
+    assert new.seen == 1
+
+
+def test_observers_that_resize_themselves(checkpointer: AsyncCheckpointer) -> None:
+    seen = torch.ao.quantization.PerChannelMinMaxObserver()
+    seen(torch.randn(4, 5))
+    fresh = torch.ao.quantization.PerChannelMinMaxObserver()
+    checkpointer.save(1, {"model": nn.Sequential(seen)})
+    checkpointer.restore({"model": nn.Sequential(fresh)})
+    assert torch.equal(fresh.min_val, seen.min_val)
+    assert fresh.min_val.shape == (4,)
+
+
+def test_an_attribute_named_as_a_wrapper_s_is_none(checkpointer: AsyncCheckpointer) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = nn.Linear(2, 2)
+            self.sibling = nn.Linear(2, 2)
+
+    own, other = Own(), Own()
+    checkpointer.save(1, {"model": own})
+    checkpointer.restore({"model": other})
+    assert torch.equal(other.sibling.weight, own.sibling.weight)
+    assert torch.equal(other._orig_mod.weight, own._orig_mod.weight)
+
+
+# ---- the way back
+
+
+class Refusing:
+    """An object whose `load_state_dict` raises, after it has changed itself."""
+
+    def __init__(self) -> None:
+        self.value = {"n": torch.zeros(2)}
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value["n"].copy_(state["n"])
+        if state["n"].any():
+            raise ValueError("not this one")
+
+
+def test_a_restore_that_fails_changes_nothing(checkpointer: AsyncCheckpointer) -> None:
+    def made(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Renamed())
+        optimizer = torch.optim.AdamW(module[:2].parameters(), lr=seed / 10)
+        torch.autograd.backward(module[:2](torch.randn(4, 3)).sum())
+        optimizer.step()
+        half = torch.full((2,), float(seed), dtype=torch.float64)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, seed)
+        plain = {"list": [seed, {"t": half}], "gone": seed}
+        return {
+            "model": module,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "plain": plain,
+            "step": seed,
+            "refusing": Refusing(),
+        }
+
+    saved, present = made(1), made(2)
+    del saved["plain"]["gone"]
+    saved["plain"]["list"][1]["t"] = saved["plain"]["list"][1]["t"].float()
+    saved["refusing"].value["n"] += 1
+    checkpointer.save(1, saved)
+    checkpointer.wait()
+
+    def states() -> str:
+        return repr([value.state_dict() if hasattr(value, "state_dict") else value for value in present.values()])
+
+    held = present["plain"]["list"][1]["t"], present["model"][0].weight, present["optimizer"].param_groups[0]
+    before = states()
+    with pytest.raises(CheckpointError, match=r"'refusing' cannot be restored .*: ValueError: not this one"):
+        checkpointer.restore(present)
+    assert states() == before
+    assert held[0] is present["plain"]["list"][1]["t"]
+    assert held[1] is present["model"][0].weight
+    assert held[2] is present["optimizer"].param_groups[0]
+    present["refusing"] = Refusing()
+    present["refusing"].load_state_dict = lambda _: None
+    checkpointer.restore(present)
+    assert present["step"] == 1
+    assert present["model"][0].weight.equal(saved["model"][0].weight)
+
+
+def test_expanded_tensors_are_named(checkpointer: AsyncCheckpointer) -> None:
+    checkpointer.save(1, {"x": torch.ones(3, 2)})
+    checkpointer.wait()
+    with pytest.raises(CheckpointError, match=r"'x' of the state to restore is expanded, .* call clone\(\) first"):
+        checkpointer.restore({"x": torch.zeros(1, 2).expand(3, 2)})
+
+
+def test_a_disabled_scaler_leaves_the_model(tmp_path: Path) -> None:
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        module = nn.Linear(2, 2)
+        checkpointer.save(1, {"model": module, "scaler": torch.amp.GradScaler("cpu", enabled=False)})
+        other = nn.Linear(2, 2)
+        before = other.weight.detach().clone()
+        with pytest.raises(CheckpointError, match=r"'scaler' cannot be restored"):
+            checkpointer.restore({"model": other, "scaler": torch.amp.GradScaler("cpu")})
+        assert torch.equal(other.weight, before)
