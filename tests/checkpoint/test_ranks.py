@@ -49,6 +49,16 @@ def test_shards_go_on_on_any_number(tmp_path: Path) -> None:
         assert values(run(then, "ranked_saves:fsdp_restore", str(tmp_path))) == [saved[0]] * then
 
 
+def test_quantised_rows_go_on_on_any_number(tmp_path: Path) -> None:
+    def rows(ranks: int, what: str) -> list[object]:
+        parts = values(run(ranks, f"ranked_saves:{what}", str(tmp_path)))
+        return [[row for part in parts for row in part[number]] for number in range(2)]  # type: ignore[index]
+
+    saved = rows(2, "quantised_save")
+    for then in (1, 2, 4):
+        assert rows(then, "quantised_restore") == saved
+
+
 def test_contradictions_are_errors_on_all_ranks(tmp_path: Path) -> None:
     one, other = values(run(2, "ranked_saves:contradictions", str(tmp_path)))
     assert isinstance(one, list)
@@ -102,6 +112,13 @@ def test_ranks_that_call_different_methods(tmp_path: Path) -> None:
         assert isinstance(said, list)
         assert said[0].startswith("InvalidArgumentError: all ranks must call the same method")
         assert "rank 0: save, rank 1: restore" in said[0]
+        assert said[1] == "InvalidArgumentError: all ranks must restore the same step, got rank 0: 3, rank 1: 4"
+
+
+def test_a_rank_that_cannot_load_leaves_all_as_they_were(tmp_path: Path) -> None:
+    for said, left in values(run(2, "ranked_saves:one_cannot_load", str(tmp_path))):  # type: ignore[misc]
+        assert "OSError: it does not go in" in said
+        assert left == [0.0, 0.0]
 
 
 def test_a_verdict_stays_until_all_have_read_it(tmp_path: Path) -> None:

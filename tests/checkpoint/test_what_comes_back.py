@@ -388,3 +388,43 @@ def test_a_disabled_scaler_leaves_the_model(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"'scaler' cannot be restored"):
             checkpointer.restore({"model": other, "scaler": torch.amp.GradScaler("cpu")})
         assert torch.equal(other.weight, before)
+
+
+# ---- check()
+
+
+class Forgets:
+    """An object that does not save all that it loads."""
+
+    def __init__(self) -> None:
+        self.value, self.loads = torch.ones(2), 0
+
+    def state_dict(self) -> Any:
+        return {"value": self.value, "loads": self.loads}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value, self.loads = state["value"] + 1, self.loads + 1
+
+
+def test_check_names_what_does_not_come_back(checkpointer: AsyncCheckpointer) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.AdamW(module.parameters())
+    torch.autograd.backward(module(torch.randn(4, 16)).sum())
+    optimizer.step()
+    forgets = Forgets()
+    good = {"model": module, "optimizer": optimizer, "x": [{"q": quantised(1)}, torch.ones(2)], "n": 1}
+    before = repr((module.state_dict(), optimizer.state_dict(), good["x"]))
+    assert checkpointer.check(good) == []
+    assert repr((module.state_dict(), optimizer.state_dict(), good["x"])) == before
+    lines = checkpointer.check({**good, "forgets": forgets, "custom": {"c": Foreign()}})
+    assert [line.partition(" of ")[0] for line in lines] == ["'custom.c'"]
+    assert checkpointer.check({**good, "forgets": forgets}) == [
+        "'forgets.value' is restored with other values",
+        "'forgets.loads' is restored with other values",
+    ]
+    assert not [path for path in checkpointer.folder.iterdir() if path.name.startswith(".check")]
+
+
+class Foreign:
+    pass

@@ -15,8 +15,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from quantised import Rows8
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.client.checkpoint import AsyncCheckpointer
@@ -32,9 +35,12 @@ __all__ = [
     "in_flight",
     "lost_verdict",
     "one_cannot_collect",
+    "one_cannot_load",
     "other_calls",
     "outside",
     "preempted",
+    "quantised_restore",
+    "quantised_save",
 ]
 
 
@@ -119,6 +125,34 @@ def fsdp_restore(folder: str) -> dict[str, Any]:
     return described(network, optimizer)
 
 
+def quantised(seed: int) -> DTensor:
+    """A quantised tensor of 8 rows, split over the ranks."""
+    values = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = values.tensor_split(dist.get_world_size())[dist.get_rank()]
+    return DTensor.from_local(Rows8.of(rows), mesh, [Shard(0)], run_check=False, shape=values.shape, stride=(16, 1))
+
+
+def quantised_save(folder: str) -> list[Any]:
+    tensor = quantised(1)
+    with AsyncCheckpointer(folder) as checkpointer:
+        checkpointer.save(1, {"x": {"q": tensor}})
+    return rows_of(tensor)
+
+
+def quantised_restore(folder: str) -> list[Any]:
+    state = {"x": {"q": quantised(2)}}
+    with AsyncCheckpointer(folder) as checkpointer:
+        assert checkpointer.restore(state) == 1
+    return rows_of(state["x"]["q"])
+
+
+def rows_of(tensor: DTensor) -> list[Any]:
+    local = tensor.to_local()
+    assert isinstance(local, Rows8)
+    return [local.codes.tolist(), local.scale.tolist()]
+
+
 def different(folder: str, what: str) -> list[str]:
     """Something that is not the same on the ranks."""
     rank = dist.get_rank()
@@ -146,10 +180,16 @@ def contradictions(folder: str) -> list[str]:
 
 
 class Refuses:
-    """A state that cannot be had."""
+    """A state that cannot be had, or not twice."""
+
+    def __init__(self, states: int = 0) -> None:
+        self.states = states
 
     def state_dict(self) -> dict[str, Any]:
-        raise OSError("the state is out")
+        if not self.states:
+            raise OSError("the state is out")
+        self.states -= 1
+        return {"a": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise OSError("it does not go in")
@@ -212,9 +252,29 @@ def outside(folder: str) -> list[str]:
 def other_calls(folder: str) -> list[str]:
     with AsyncCheckpointer(folder, timeout_s=60) as checkpointer:
         state = {"x": torch.ones(3)}
-        if dist.get_rank():
-            return trying(lambda: print(checkpointer.restore(state)))
-        return trying(lambda: checkpointer.save(1, state))
+        call = checkpointer.restore if dist.get_rank() else partial(checkpointer.save, 1)
+        said = trying(lambda: print(call(state)))
+        checkpointer.save(3, state)
+        checkpointer.wait()
+        return said + trying(lambda: print(checkpointer.restore(state, step=3 + dist.get_rank())))
+
+
+def one_cannot_load(folder: str) -> list[Any]:
+    saved: dict[str, Any] = {"x": torch.ones(2), "other": Loads()}
+    present = torch.zeros(2)
+    with AsyncCheckpointer(folder, timeout_s=60) as checkpointer:
+        checkpointer.save(1, saved)
+        other = Refuses(2) if dist.get_rank() else Loads()
+        said = trying(lambda: print(checkpointer.restore({"x": present, "other": other})))
+    return [said[0], present.tolist()]
+
+
+class Loads:
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
 
 def lost_verdict(folder: str) -> list[str]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
+import tempfile
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +27,7 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
+from penstock.client.checkpoint.restoring.check import differences
 from penstock.client.checkpoint.restoring.restore import TRIES, LoadedCheckpoint, chosen, load
 from penstock.client.checkpoint.saving.agreement import AgreedSave, Agreement
 from penstock.client.checkpoint.saving.ranks import Ranks
@@ -126,6 +129,7 @@ class AsyncCheckpointer:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._threads, self._hint, self._fsync = threads, separation_hint, fsync
         self._timeout_s, self._on_exit = timeout_s, on_exit
+        self._group = group
         self._ranks = Ranks(group, timeout_s)
         self._agreement = Agreement(self._ranks, threads, separation_hint, check_replicas)
         self._buffers = [StagingBuffer() for _ in range(buffers)]
@@ -338,8 +342,9 @@ class AsyncCheckpointer:
         """Load a checkpoint into the objects and values of `state`, on the present number of ranks.
 
         Args:
-            state: as for `save`. Modules, optimizers, loaders and other objects with `load_state_dict` are loaded;
-                tensors are filled, and other values of a dict replaced, in place. Saved values that `state` does not
+            state: as for `save`. Modules, optimizers, loaders and other objects with `load_state_dict` are loaded.
+                Dicts and lists become what was saved, in place; their tensors are filled where shape and dtype fit,
+                and replaced elsewhere. Other values are replaced in `state`. Saved top-level values that it does not
                 name are ignored.
             step: step of the checkpoint to restore; None: the checkpoint that was saved last.
             verify: let rank 0 first read all files of the checkpoint and compare their checksums. False: each rank
@@ -352,7 +357,9 @@ class AsyncCheckpointer:
             CheckpointNotFoundError: the folder has no checkpoint of this step; the error lists the steps that it has.
             CheckpointCorruptError: the checkpoint is damaged; the error names the file, and the newest good checkpoint.
             CheckpointError: a rank could not load the checkpoint, or the checkpoint does not fit `state`. All ranks
-                raise this error.
+                raise this error, and everything in `state` is as it was. (An object whose own `load_state_dict` raised,
+                and then refuses its former state too, is named in the log.)
+            InvalidArgumentError: the ranks ask for different steps.
         """
         self._check_open()
         wait_all(self._writer, list(self._pending), None)
@@ -416,10 +423,56 @@ class AsyncCheckpointer:
         try:
             self._ranks.together("restore", what, putting)
         except BaseException:
-            loaded.undo()
+            for key in loaded.undo():
+                _log.warning("%r refuses the state that it had before the failed restore: make it anew", key)
             raise
         loaded.finish()
         return True
+
+    def check(self, state: Mapping[str, Any]) -> list[str]:
+        """Try whether `state` survives a save and a restore: the first thing to do with a new kind of state.
+
+        It is saved into a temporary folder within the checkpointer's, restored in place with its tensors cleared
+        before, compared bit by bit, and put back as it was. All ranks call this together. Takes the memory of one more
+        copy of the state, and about three times as long as a save.
+
+        Returns a line for each value that would not come back, by its name in the checkpoint, of all ranks; [] if all
+        would. Raises the errors of `save`, which refuses what cannot be restored."""
+        ranks = self._ranks
+
+        def folder() -> dict[str, str]:
+            if ranks.rank:
+                return {}
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return {"folder": tempfile.mkdtemp(prefix=".check-", dir=self.folder)}
+
+        self._check_open()
+        with self._calls.one("check", hold=False):
+            place = ranks.together("check", "nothing was checked", folder)[0]["folder"]
+            try:
+                with AsyncCheckpointer(place, threads=self._threads, fsync=False, group=self._group) as trial:
+                    trial.save(0, state)
+                    trial.wait()
+                    return trial._differences(state)
+            finally:
+                if ranks.rank == 0:
+                    shutil.rmtree(place, ignore_errors=True)
+
+    def _differences(self, state: Mapping[str, Any]) -> list[str]:
+        ranks = self._ranks
+
+        def comparing() -> dict[str, Any]:
+            try:
+                loaded = load(Path(choice["path"]), choice["save"], state, ranks.rank, self._threads, False)
+                assert loaded is not None
+                return {"lines": differences(loaded, state, ranks.rank, ranks.size)}
+            except CheckpointError as error:
+                return {"lines": [error.message.replace(choice["path"], "the checkpoint")]}
+
+        with ExitStack() as held:
+            choice = self._choose("check", held, None, False)
+            answers = ranks.together("check", "nothing was checked", comparing)
+        return list(dict.fromkeys(line for answer in answers for line in answer["lines"]))
 
     # ---- closing
 

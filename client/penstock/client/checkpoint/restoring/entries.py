@@ -64,13 +64,13 @@ class SavedEntries:
             raise CheckpointError(f"the checkpoint {self.path} has no value {key!r}; its values are {there}")
         return found
 
-    def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
-        """Request a new tensor, with device and split of `like` if that has the saved shape, or an object."""
+    def empty(self, name: str, like: Any = None) -> ReadRequest:
+        """Request a new tensor, with device and split of `like` if that is one of the saved shape, or an object."""
         saved = self.index[name].tensor
         if saved is None:
             return ReadRequest(None, True)
-        if like is not None and _is_whole(like) and like.shape == saved.size:
-            return ReadRequest(torch.empty_like(like, dtype=saved.properties.dtype, requires_grad=False), True)
+        if isinstance(like, torch.Tensor) and not is_lazy(like) and not like.is_meta and like.shape == saved.size:
+            return ReadRequest(_blank(like, saved.properties.dtype), True)
         return ReadRequest(torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu"), True)
 
     def filled(self, name: str, tensor: torch.Tensor) -> ReadRequest:
@@ -95,6 +95,17 @@ class SavedEntries:
         if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
             return f"{name!r} of the state to restore is expanded, so that values share memory: call clone() first"
         return ""
+
+
+def _blank(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        if is_plain(like):
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
+    local = _blank(like.to_local().detach(), dtype)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
@@ -141,8 +152,13 @@ class StateEntry(ABC):
             set_element(root, (self.key, *path), values[name])
         self.loaded = with_containers(root, around.containers)[self.key]
 
-    def put(self) -> None:
+    def hold(self) -> None:
+        """Keep what the value has now, for `undo`."""
         self._undo = self._way_back()
+
+    def put(self) -> None:
+        if self._undo is None:
+            self.hold()
         self._put()
 
     def undo(self) -> None:
@@ -300,12 +316,14 @@ class _ModuleEntry(StateEntry):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     self.saved.filled(name, tensor)  # raises
-            return {name: self.saved.empty(name, tensor) for name, tensor in tensors.items()}
+            return {name: self.saved.empty(name, self._state.get(str(path[0]))) for name, path in self.names.items()}
         if why := self._other_names():
             raise self.misfit(f"{why}. Build the module as it was at the save")
         return {
-            name: self.saved.empty(name) if tensor is None else self.saved.filled(name, tensor)
-            for name, tensor in tensors.items()
+            name: self.saved.empty(name, self._state[str(path[0])])
+            if (tensor := tensors[name]) is None
+            else self.saved.filled(name, tensor)
+            for name, path in self.names.items()
         }
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
@@ -376,8 +394,7 @@ class _StatefulEntry(StateEntry):
 
     def wanted(self) -> dict[str, ReadRequest]:
         current, _ = flattened({self.key: self.value.state_dict()})
-        like = {name: tensor for name, tensor in current.items() if isinstance(tensor, torch.Tensor)}
-        return {name: self.saved.empty(name, like.get(name)) for name in self.names}
+        return {name: self.saved.empty(name, current.get(name)) for name in self.names}
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         super().fit(values, around)
@@ -409,14 +426,14 @@ class _PlainEntry(StateEntry):
         if self.names != {self.key: ()}:
             raise self.misfit("it was saved as a dict or list, but is a tensor in the state to restore")
         if self.can_raise and not self.value.is_meta:
-            return {self.key: self.saved.empty(self.key)}
+            return {self.key: self.saved.empty(self.key, self.value)}
         return {self.key: self.saved.filled(self.key, self.value)}
 
     def _request(self, name: str, current: Any) -> ReadRequest:
         if isinstance(current, torch.Tensor) and (current.is_meta or _is_whole(current)):
             fits = current.is_meta or not self.saved.misfit(name, current)
             return self.saved.filled(name, current) if fits else self.saved.empty(name)
-        return self.saved.empty(name)
+        return self.saved.empty(name, current)
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         super().fit(values, around)

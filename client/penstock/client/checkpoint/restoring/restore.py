@@ -133,6 +133,12 @@ class LoadedCheckpoint:
     def can_raise(self) -> bool:
         return any(entry.can_raise for entry in self._entries)
 
+    def hold(self) -> None:
+        """Keep what the values have now for `undo`, and not what they have when `put` comes to each."""
+        for entry in self._entries:
+            if not entry.comes_last:
+                entry.hold()
+
     def put(self, *, keep: bool) -> None:
         """Load the values, but not those that cannot be undone. `keep`: keep what they replace for `undo`."""
         FillRequest.all_of(self._fills, keep=keep)
@@ -147,10 +153,16 @@ class LoadedCheckpoint:
             if entry.comes_last:
                 entry.put()
 
-    def undo(self) -> None:
+    def undo(self) -> list[str]:
+        """Give all values back what they had before `put`. Return the keys of those whose own code refuses that."""
         FillRequest.undo(self._fills)
+        refused = []
         for entry in reversed(self._begun):
-            entry.undo()
+            try:
+                entry.undo()
+            except Exception:
+                refused.append(entry.key)
+        return refused
 
 
 def load(
