@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranked import Outcome, run
@@ -116,7 +117,8 @@ def test_ranks_that_call_different_methods(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_load_leaves_all_as_they_were(tmp_path: Path) -> None:
-    for said, left in values(run(2, "ranked_saves:one_cannot_load", str(tmp_path))):  # type: ignore[misc]
+    found: Any = values(run(2, "ranked_saves:one_cannot_load", str(tmp_path)))
+    for said, left in found:
         assert "OSError: it does not go in" in said
         assert left == [0.0, 0.0]
 

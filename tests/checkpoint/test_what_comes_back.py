@@ -169,7 +169,7 @@ class Momentum8(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for one in group["params"]:
                 before = self.state[one].get("momentum")
@@ -198,8 +198,9 @@ def test_an_optimizer_with_quantised_state_goes_on(checkpointer: AsyncCheckpoint
     ours, theirs = made(), made()
     checkpointer.restore({"model": ours[0], "optimizer": ours[1]})
     file.seek(0)
-    for value, state in zip(theirs, torch.load(file, weights_only=False), strict=True):
-        value.load_state_dict(state)
+    states = torch.load(file, weights_only=False)
+    theirs[0].load_state_dict(states[0])
+    theirs[1].load_state_dict(states[1])
     for _ in range(3):
         for pair in ((module, optimizer), ours, theirs):
             step(*pair)
@@ -282,7 +283,7 @@ def test_modules_load_what_older_versions_saved(checkpointer: AsyncCheckpointer)
     old, new = Before("old"), Renamed()
     checkpointer.save(1, {"model": nn.Sequential(old)})
     checkpointer.restore({"model": nn.Sequential(new)})
-    assert torch.equal(new.new, old.old)
+    assert list(map(torch.equal, new.parameters(), old.parameters())) == [True]
     assert new.seen == 1
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils import _python_dispatch
+
+corrected: Any = _python_dispatch.return_and_correct_aliasing
 
 
 class Rows8(torch.Tensor):
@@ -14,7 +16,7 @@ class Rows8(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Rows8:
-        made: Rows8 = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made: Rows8 = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
         return made
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
@@ -39,13 +41,13 @@ class Rows8(torch.Tensor):
         return f"Rows8({self.codes}, {self.scale})"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         aten = torch.ops.aten
         first = args[0]
         if function is aten.is_pinned.default:
             return False
         if function is aten.view.default and list(args[1]) == list(first.shape):
-            return return_and_correct_aliasing(function, args, kwargs or {}, cls(first.codes, first.scale))
+            return corrected(function, args, kwargs or {}, cls(first.codes, first.scale))
         if function is aten.copy_.default:
             source = args[1] if isinstance(args[1], Rows8) else cls.of(args[1])
             if not isinstance(first, Rows8):
@@ -55,7 +57,7 @@ class Rows8(torch.Tensor):
             return first
         if function in (aten.detach.default, aten.clone.default, aten._to_copy.default, aten.alias.default):
             made = cls(*(function(part) for part in (first.codes, first.scale)))
-            return return_and_correct_aliasing(function, args, kwargs or {}, made)
+            return corrected(function, args, kwargs or {}, made)
         raise NotImplementedError(f"Rows8 has no {function}")
 
 

@@ -270,7 +270,7 @@ class _OptimizerEntry(StateEntry):
     def _put(self) -> None:
         load_optimizer(self.value, self.loaded, self._parameters, self._shared)
 
-    def _way_back(self) -> Callable[[], None]:
+    def _way_back(self) -> Callable[[], None] | None:
         if not self._is_torch_s:
             return super()._way_back()
         # torch's own makes new dicts, and leaves the present ones as they are

@@ -187,7 +187,7 @@ def load_optimizer(
         inner = wrapped
     parameters = [one for group in inner.param_groups for one in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
-    state = {**{key: value for key, value in inner.state.items() if isinstance(key, str)}}
+    state: dict[Any, Any] = {key: value for key, value in inner.state.items() if isinstance(key, str)}
     state |= {number: inner.state[one] for number, one in enumerate(parameters) if one in inner.state}
     if type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict:
         for path, saved in _tensors(numbered["state"], ()):

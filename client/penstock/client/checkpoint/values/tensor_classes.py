@@ -28,7 +28,7 @@ class _Rows(NamedTuple):
     """Number of the first of them in the wanted tensor."""
     tensor: torch.Tensor
     begin: int
-    count: int
+    length: int
 
 
 def joined(name: str, target: torch.Tensor, parts: list[Part]) -> torch.Tensor:
@@ -54,7 +54,7 @@ def _made(shape: torch.Size, parts: list[Part]) -> Iterator[torch.Tensor]:
     ranges = sorted(_rows(parts), key=lambda one: one.place)
     if len(ranges) < len(parts) or not hasattr(parts[0].tensor, "__tensor_flatten__"):
         return
-    values = torch.cat([one.tensor.dequantize()[one.begin : one.begin + one.count] for one in ranges])
+    values = torch.cat([one.tensor.dequantize()[one.begin : one.begin + one.length] for one in ranges])
     names, _ = parts[0].tensor.__tensor_flatten__()
     for choice in itertools.product((True, False), repeat=len(names)):
         try:
@@ -95,6 +95,6 @@ def _assembled(shape: torch.Size, ranges: list[_Rows], has_rows: dict[str, bool]
 def _inner(name: str, rows: _Rows) -> torch.Tensor:
     part: torch.Tensor = getattr(rows.tensor, name)
     begin, rest = divmod(part.shape[0] * rows.begin, rows.tensor.shape[0])
-    count, more = divmod(part.shape[0] * rows.count, rows.tensor.shape[0])
+    count, more = divmod(part.shape[0] * rows.length, rows.tensor.shape[0])
     assert rest == more == 0
     return part.narrow(0, begin, count)
