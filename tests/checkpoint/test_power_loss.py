@@ -48,9 +48,16 @@ class Recorded:
 
     def save(self, step: int, mark: int) -> str:
         """Its id."""
+        return self.saves((step, mark))[0]
+
+    def saves(self, *saves: tuple[int, int]) -> list[str]:
+        """Ids of saves by one writer, each of a step and a mark."""
         with AsyncCheckpointer(self.folder, keep_last=self.keep_last, timeout_s=30) as checkpointer:
-            checkpointer.save(step, state_of(mark))
-            checkpointer.wait()
+            return [self._saved(checkpointer, *one) for one in saves]
+
+    def _saved(self, checkpointer: AsyncCheckpointer, step: int, mark: int) -> str:
+        checkpointer.save(step, state_of(mark))
+        checkpointer.wait()
         return self._learn(mark)
 
     def killed(self, step: int, mark: int, number: int) -> str:
@@ -191,6 +198,46 @@ def test_a_first_save_into_folders_of_a_killed(recorded: Recorded) -> None:
 def test_a_second_save(recorded: Recorded, keep_last: int | None) -> None:
     recorded.keep_last = keep_last
     survives(recorded, {recorded.save(1, 1)}, recorded.save(2, 2))
+
+
+@pytest.mark.parametrize("keep_last", [None, 1])
+def test_a_second_save_of_one_writer(recorded: Recorded, keep_last: int | None) -> None:
+    recorded.keep_last = keep_last
+    first, second = recorded.saves((1, 1), (2, 2))
+    survives(recorded, {first}, second)
+
+
+@pytest.mark.parametrize("keep_last", [None, 1])
+def test_each_save_syncs_its_files_and_four_times_more(recorded: Recorded, keep_last: int | None) -> None:
+    recorded.keep_last = keep_last
+    recorded.saves((1, 1), (2, 2), (3, 3))
+    first, *later = synced(recorded)
+    expected = len(files(recorded.folder / "step-3")) + 4
+    assert [len(one) for one in later] == [expected, expected]
+    parents = {str(path) for path in recorded.folder.parents if path.is_relative_to(recorded.root)}
+    assert parents < {*first}
+    assert not parents & {*later[0], *later[1]}
+
+
+def test_a_folder_made_anew_is_synced_anew(recorded: Recorded) -> None:
+    parent = str(recorded.folder.parent)
+    with AsyncCheckpointer(recorded.folder) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step))
+            checkpointer.wait()
+            shutil.rmtree(recorded.folder)
+    assert [one.count(parent) for one in synced(recorded)] == [1, 1]
+
+
+def synced(recorded: Recorded) -> list[list[str]]:
+    """Paths that each save has synced."""
+    saves: list[list[str]] = []
+    for one in operations(recorded.room):
+        if one.kind == "begin":
+            saves.append([])
+        elif one.kind == "sync":
+            saves[-1].append(one.path)
+    return saves
 
 
 def test_the_same_step_again(recorded: Recorded) -> None:

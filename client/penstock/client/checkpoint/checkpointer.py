@@ -36,7 +36,7 @@ from penstock.client.checkpoint.saving.staging import Staged, StagingBuffer
 from penstock.client.checkpoint.saving.writer_process import PendingSave, WriterProcess, wait_all
 from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError
-from penstock.proto.state.checkpoint_files import checkpoints, newest, step_name
+from penstock.proto.state.checkpoint_files import checkpoints, step_name
 from penstock.proto.tracebacks import warn_user
 from penstock.runtime.process.forks import OwnerProcess
 
@@ -314,12 +314,11 @@ class AsyncCheckpointer:
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint in the folder; None if it has none. That is the one saved
         last, whose step need not be the largest. Warns of newer checkpoints that are damaged."""
-        found = newest(self.folder)
         for one in checkpoints(self.folder):
-            if found is not None and one.path == found.path:
-                break
+            if not one.damage:
+                return one.step
             warn_user(f"the checkpoint {one.path} is damaged: {one.damage}. latest() ignores this checkpoint")
-        return None if found is None else found.step
+        return None
 
     def newest(self) -> int | None:
         """Return the step that `restore` would load; None if the folder has no checkpoint. All ranks call this

@@ -57,6 +57,8 @@ BEAT_S = 1.0
 """Seconds between two signs of life of the process that holds a folder's lock."""
 POLL_S = 0.05
 TRIES = 3
+SETTLED_NS = 100_000_000
+"""Age in ns from which a file's time tells of every later change: before Linux 6.13 it ticks every 4 to 10 ms."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
@@ -89,6 +91,9 @@ def old_name(step: int, save: str) -> str:
     return f"step-{step}.old-{save}"
 
 
+Identity = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class CheckpointFile:
     name: str
@@ -102,10 +107,10 @@ class CheckpointFile:
     @property
     def spans(self) -> dict[int, tuple[int, str]]:
         """Sections of the file whose checksums are known: offset -> (offset of the end, checksum)."""
-        pairs = [part.partition(":") for part in self.parts.split()]
-        begins = [int(begin) for begin, _, _ in pairs]
+        fields = self.parts.replace(":", " ").split()
+        begins = [*map(int, fields[::2])]
         ends = [*begins[1:], self.nbytes]
-        return {begin: (end, pair[2]) for begin, end, pair in zip(begins, ends, pairs, strict=False)}
+        return {begin: (end, digest) for begin, end, digest in zip(begins, ends, fields[1::2], strict=False)}
 
     def row(self) -> list[Any]:
         return [self.name, self.nbytes, self.xxh3, self.parts]
@@ -116,7 +121,7 @@ class CheckpointFile:
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
             raise ValueError(f"a file must have a plain name and 0 to 2**62 bytes, got {file.name!r}, {file.nbytes:,}")
-        begins = [int(part.partition(":")[0]) for part in file.parts.split()] if _PARTS.fullmatch(file.parts) else [-1]
+        begins = [*map(int, file.parts.replace(":", " ").split()[::2])] if _PARTS.fullmatch(file.parts) else [-1]
         if begins != sorted(begins) or (begins and not 0 <= begins[0] <= begins[-1] <= file.nbytes):
             raise ValueError(f"the sections of {file.name!r} must follow one another in it, got {file.parts!r:.100}")
         return file
@@ -148,8 +153,9 @@ class Manifest:
         return json.dumps({"checkpoint": body, "xxh3": _checksum(body)}, indent=1).encode() + b"\n"
 
     @classmethod
-    def decode(cls, data: bytes, where: Path) -> Manifest:
-        """`where`: its path, for messages. Raises CheckpointCorruptError for damage or a newer format."""
+    def decode(cls, data: bytes, where: Path, *, parts: bool = True) -> Manifest:
+        """`where`: its path, for messages; `parts` False: without the files' `parts`, whose check takes most of the
+        time. Raises CheckpointCorruptError for damage or a newer format."""
         try:
             outer = json.loads(data)
             body: dict[str, Any] = outer["checkpoint"]
@@ -159,7 +165,8 @@ class Manifest:
                 raise CheckpointCorruptError(
                     f"{where} is in format {body['format']} of a newer Penstock: upgrade it, or use another checkpoint"
                 )
-            files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
+            rows = ([file[field] for field in FIELDS] for file in body["files"])
+            files = tuple(CheckpointFile.from_row(*row[:3], row[3] if parts else "") for row in rows)
             step, sequence, ranks = (_number(field, body[field]) for field in ("step", "sequence", "ranks"))
             return cls(step, str(body["save"]), sequence, ranks, files)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -171,16 +178,21 @@ class FoundCheckpoint:
     step: int
     path: Path
     manifest: Manifest | None
-    """None if it cannot be read."""
+    """None if it cannot be read. `checkpoints` leaves out the `parts` of its files."""
     damage: str
     """A manifest that cannot be read, or a file that is missing or has another size; "" if none was found."""
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Raises CheckpointNotFoundError if the folder or its manifest is missing; CheckpointCorruptError for damage."""
+_listed: dict[Identity, Manifest] = {}
+"""Manifests of the folder that `checkpoints` has listed last."""
+
+
+def read_manifest(path: Path, *, parts: bool = True) -> Manifest:
+    """`parts`: see Manifest.decode. Raises CheckpointNotFoundError if the folder or its manifest is missing;
+    CheckpointCorruptError for damage."""
     where = path / MANIFEST
     try:
-        return Manifest.decode(read_plain(where, LARGEST_RECORD), where)
+        return Manifest.decode(read_plain(where, LARGEST_RECORD), where, parts=parts)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{path} has no file {MANIFEST}: name a folder step-N") from None
     except OSError as error:
@@ -190,9 +202,9 @@ def read_manifest(path: Path) -> Manifest:
 def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterator[str]:
     """Yield a text for each file that differs from what was written. `contents`: compare checksums, not only sizes."""
     for file in manifest.files:
-        where = path / file.name
+        where = f"{path}/{file.name}"  # joining Paths would take most of the time
         try:
-            nbytes = where.stat().st_size
+            nbytes = os.stat(where).st_size
             if nbytes != file.nbytes:
                 yield f"{file.name} has {nbytes:,} bytes, but {file.nbytes:,} were written"
             elif contents and (found := _checksum_of(where)) != file.xxh3:
@@ -208,13 +220,18 @@ def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
 
     One with a damaged manifest has an unknown age, and is listed directly after that of the file `latest`; first, if
     that is damaged too, so that a resume does not skip them silently. One whose replacement stopped half way has its
-    temporary path until `put_back`. `sizes`: check that all files exist and have the right sizes."""
-    found = []
+    temporary path until `put_back`. `sizes`: check that all files exist and have the right sizes.
+
+    Manifests that the last call in this process has read are not read again if their files are unchanged."""
+    global _listed
+    found: list[FoundCheckpoint] = []
+    listed: dict[Identity, Manifest] = {}
     for _ in range(TRIES):  # a save that ends meanwhile may rename the listed folders
         names = _names(folder)
-        found = [*_found(folder, names, sizes)]
+        found = [*_found(folder, names, sizes, listed)]
         if set(names) == set(_names(folder)):
             break
+    _listed = listed
     named = _latest(folder)
     last = next((one.manifest.sequence for one in found if one.path.name == named and one.manifest), None)
 
@@ -226,18 +243,40 @@ def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
     return sorted(found, key=order, reverse=True)
 
 
-def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundCheckpoint]:
+def _found(
+    folder: Path, names: Iterable[str], sizes: bool, listed: dict[Identity, Manifest]
+) -> Iterator[FoundCheckpoint]:
     names = list(names)
     for name, final in [*((name, name) for name in names), *_half_replaced(names)]:
         if match := _STEP.fullmatch(final):
             path = folder / name
             try:
-                manifest = read_manifest(path)
+                manifest = _listed_manifest(path, listed)
                 yield FoundCheckpoint(int(match[1]), path, manifest, "; ".join(damage(path, manifest)) if sizes else "")
             except CheckpointNotFoundError:
                 continue  # not a checkpoint, although its name looks like one
             except CheckpointCorruptError as error:
                 yield FoundCheckpoint(int(match[1]), path, None, error.message)
+
+
+def _listed_manifest(path: Path, listed: dict[Identity, Manifest]) -> Manifest:
+    """Return a manifest without its files' `parts`, which take most of its memory, and note it in `listed`."""
+    try:
+        status = os.stat(f"{path}/{MANIFEST}")
+    except OSError:
+        return read_manifest(path)  # raises the error that says why
+    key = identity(status)
+    if (manifest := _listed.get(key)) is None:
+        manifest = read_manifest(path, parts=False)
+        if time.time_ns() - status.st_mtime_ns < SETTLED_NS:
+            return manifest
+    listed[key] = manifest
+    return manifest
+
+
+def identity(status: os.stat_result) -> Identity:
+    """Return what changes if a file is replaced or written to."""
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
 def newest(folder: Path) -> FoundCheckpoint | None:
@@ -439,7 +478,7 @@ def _checksum(body: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def _checksum_of(path: Path) -> str:
+def _checksum_of(path: str) -> str:
     hasher = xxhash.xxh3_128()
     with open(path, "rb", buffering=0, opener=open_plain) as file:
         while piece := file.read(CHUNK):

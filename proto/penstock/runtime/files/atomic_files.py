@@ -6,14 +6,19 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 
 def write_whole(
-    path: Path, data: bytes | memoryview | Iterator[bytes], *, mode: int | None = None, sync: bool = True
+    path: Path,
+    data: bytes | memoryview | Iterator[bytes],
+    *,
+    mode: int | None = None,
+    sync: bool | Literal["content"] = True,
 ) -> None:
     """Write a file under a temporary name that cannot be guessed, so that no other user can put a link there, sync it
     and rename it; also sync the folder. `data`: content, or an iterator over pieces; `mode`: permissions; `sync` False:
-    may be lost in a power failure."""
+    may be lost in a power failure; "content": only its name may, until the caller syncs the folder, once for all."""
     temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:
         with temporary.open("xb") as file:
@@ -28,7 +33,7 @@ def write_whole(
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if sync:
+    if sync is True:
         sync_folder(path.parent)
 
 

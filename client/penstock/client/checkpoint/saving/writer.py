@@ -10,9 +10,17 @@ the memfd to write from; replies are lines of JSON.
 0.7 to 5.5 s.
 
 **Commit.** Every rank's writer writes its files into one temporary folder, makes them durable, and then writes a report
-there. Rank 0's writer waits for all reports, compares sizes with the plan, adds the manifest and, last, torch's
-`.metadata`, and renames the folder. The others wait for that, or for the file with the causes of a failure. So the
-writers agree through the shared folder: a collective operation would need the threads of the training loops.
+there. Rank 0's writer waits for all reports, compares sizes with the plan, adds the indexes and the manifest, and
+renames the folder. The others wait for that, or for the file with the causes of a failure. So the writers agree through
+the shared folder: a collective operation would need the threads of the training loops.
+
+**fsync.** A save of one rank makes one for the content of each file, and four more:
+- the temporary folder: the names of all files in it, before the folder gets its name;
+- the checkpoints' folder: that name, before the save is reported, and before what it replaces is deleted;
+- the content of `latest`, so that the name never leads to half of it;
+- the checkpoints' folder again: the name `latest`, and those of surplus checkpoints, which are renamed before their
+  contents are deleted.
+Each other rank syncs the temporary folder too, before its report. `DurablePath` syncs the folder's parents once.
 
 **End.** When the training process has ended, the writer finishes or abandons the save in flight, as the save asks. A
 save has a deadline. If a machine failed, another rank's writer may be gone while a restarted job waits for the folder,
@@ -27,10 +35,11 @@ import mmap
 import os
 import shutil
 import socket
+import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -50,9 +59,11 @@ from penstock.proto.state.checkpoint_files import (
     METADATA,
     MOST,
     CheckpointFile,
+    Identity,
     Manifest,
     checkpoints,
     claimed,
+    identity,
     last_sign,
     leftovers,
     locked,
@@ -102,6 +113,7 @@ class SaveJob:
         image: memoryview,
         send_reply: Callable[[dict[str, Any]], None],
         orphaned: Callable[[], bool] = lambda: False,
+        path: DurablePath | None = None,
     ) -> None:
         self.request = request
         self.image = image
@@ -112,6 +124,7 @@ class SaveJob:
         self.temporary = self.folder / temporary_name(request["step"], self.save)
         """Another user may put a link in its place, see `_inside`."""
         self.final = self.folder / step_name(request["step"])
+        self._path = path or DurablePath()
         self._held: HeldFolder | None = None
         self.deadline: float = time.monotonic() + request["timeout_s"]
         self.written = 0
@@ -147,7 +160,7 @@ class SaveJob:
             # a link may lead anywhere, and surplus checkpoints are deleted through it
             refuse_strange_links(self.folder)
             os.makedirs(self.folder, exist_ok=True)
-            _sync_name(self.folder)
+            self._path.sync(self.folder)
             with locked(self.folder, self._left(), heartbeats=True):
                 self._check_final()
                 put_back(self.folder)
@@ -185,7 +198,9 @@ class SaveJob:
             report["error"] = self._explain(error, self.temporary, sum(size for _, _, size, _ in self.request["files"]))
         if self.rank:
             try:
-                write_whole(self._inside.path / report_name(self.rank), json.dumps(report).encode())
+                sync_folder(self._inside.path)
+                # a message, of which nothing needs to be left after a power failure
+                write_whole(self._inside.path / report_name(self.rank), json.dumps(report).encode(), sync=False)
             except OSError as error:
                 # If the report cannot be written, rank 0 waits for it until the deadline, because no other channel
                 # reaches rank 0.
@@ -248,9 +263,9 @@ class SaveJob:
         inside = self._inside.path
         for rank in range(1, self.ranks):
             os.unlink(inside / report_name(rank))
-        write_whole(inside / INDEX, index)
-        write_whole(inside / MANIFEST, manifest.encode())
-        write_whole(inside / METADATA, metadata)  # this write also makes the whole folder durable
+        for name, data in ((INDEX, index), (MANIFEST, manifest.encode()), (METADATA, metadata)):
+            write_whole(inside / name, data, sync="content")
+        sync_folder(inside)
         replaced = self.folder / old_name(self.request["step"], self.save)
         with suppress(FileNotFoundError):
             os.rename(self.final, replaced)
@@ -261,11 +276,12 @@ class SaveJob:
             )
         sync_folder(self.folder)
         # The checkpoint is complete: later errors do not make the save fail.
+        self._path.holds(self.final / MANIFEST)
         with suppress(OSError):
             for name in set(os.listdir(inside)) - {MANIFEST, *(file.name for file in files)}:
                 os.unlink(inside / name)  # reports of ranks whose writers were lost after they had written their part
         with suppress(OSError):
-            write_whole(self.folder / LATEST, f"{self.final.name}\n".encode())
+            write_whole(self.folder / LATEST, f"{self.final.name}\n".encode(), sync="content")
         with claimed(replaced) as free:
             if free:
                 shutil.rmtree(replaced, ignore_errors=True)
@@ -273,14 +289,14 @@ class SaveJob:
         self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
     def _delete(self, steps: list[int]) -> None:
-        """Delete checkpoints, each first renamed durably, so that no half one stays. One being read stays for later."""
+        """Delete checkpoints, each first renamed durably, so that no half one stays. One being read stays for later.
+        The name `latest` becomes durable with these names."""
         with suppress(OSError), ExitStack() as claims:
             free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
             surplus = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in free]
             for path, aside in surplus:
                 os.rename(path, aside)
-            if surplus:
-                sync_folder(self.folder)
+            sync_folder(self.folder)
             for _, aside in surplus:
                 shutil.rmtree(aside, ignore_errors=True)
 
@@ -443,12 +459,36 @@ def _saved(value: dict[str, Any]) -> Any:
     return inner.get("save") if isinstance(inner, dict) else None
 
 
-def _sync_name(folder: Path) -> None:
-    """Make the names of a folder and its parents durable: their maker may have stopped before. 0.1 ms each."""
-    while not os.path.ismount(folder) and folder != folder.parent:
-        folder = folder.parent
-        with suppress(PermissionError):  # this user cannot read the folder, so this process did not make it
-            sync_folder(folder)
+class DurablePath:
+    """Makes the names of the checkpoints' folder and its parents durable, because their maker may have stopped before.
+
+    Not again while all are the same folders and the last checkpoint is still there, so that none was made anew: one
+    that is made anew may have the inode of the deleted one, but not that checkpoint."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, Identity] = {}
+
+    def sync(self, folder: Path) -> None:
+        if self._known and folder in self._known and self._known == _identities(self._known):
+            return
+        while not os.path.ismount(folder) and folder != folder.parent:
+            folder = folder.parent
+            with suppress(PermissionError):  # this user cannot read the folder, so this process did not make it
+                sync_folder(folder)
+
+    def holds(self, manifest: Path) -> None:
+        """Note that a checkpoint with this manifest is in the folder."""
+        self._known = _identities([manifest, *manifest.parents[1:]])
+
+
+def _identities(paths: Iterable[Path]) -> dict[Path, Identity]:
+    found: dict[Path, Identity] = {}
+    with suppress(OSError):
+        for path in paths:
+            status = os.stat(path)
+            # without a folder's times, which change with each name in it
+            found[path] = identity(status)[: 2 if stat.S_ISDIR(status.st_mode) else None]
+    return found
 
 
 def _remove(path: Path) -> None:
@@ -514,14 +554,14 @@ def exit_after_parent(parent: Parent, watched: list[SaveJob], parent_watch: int)
 
 def serve(parent: Parent, parent_watch: int) -> None:
     watched: list[SaveJob] = []
+    path = DurablePath()
     threading.Thread(target=exit_after_parent, args=(parent, watched, parent_watch), daemon=True).start()
     parent.send_reply({"kind": "ready"})
     while (request := parent.receive()) is not None:
         if os.getppid() != parent_watch and not request["finish"]:
             return
-        save = SaveJob(
-            request, parent.images.get(request["image"], memoryview(b"")), parent.send_reply, parent.gone.is_set
-        )
+        image = parent.images.get(request["image"], memoryview(b""))
+        save = SaveJob(request, image, parent.send_reply, parent.gone.is_set, path)
         watched[:] = [save]
         try:
             save.run()
@@ -532,11 +572,13 @@ def serve(parent: Parent, parent_watch: int) -> None:
             reply = {"kind": "failed", "causes": {save.rank: f"{type(error).__name__}: {error}"}}
         watched.clear()
         parent.send_reply({"save": save.save, **reply})
+        gc.collect()
 
 
 def main() -> None:
     name_process("penstock writer")
-    gc.disable()  # the writer makes no reference cycles, and a collection would stop all threads
+    gc.disable()  # a collection would stop all threads: `serve` makes one after each save,
+    gc.freeze()  # of what the save has left only, in 0.1 ms
     with suppress(OSError):
         os.nice(NICENESS)
     with suppress(OSError):  # if memory runs out, losing a save is better than losing the training
