@@ -45,6 +45,7 @@ UNPICKLES = {
     Path("client/penstock/client/checkpoint/restoring/metadata_reader.py"): ["pickle.Unpickler"],
     Path("client/penstock/client/checkpoint/values/objects.py"): ["pickle.Unpickler", "torch.load", "torch.load"],
     Path("deploy/penstock/deploy/operations/saved_file.py"): ["torch.load"],
+    Path("deploy/penstock/deploy/operations/export_checkpoint.py"): ["torch.load"],  # weights_only, of its own bytes
     Path("benchmarks/checkpoint_small.py"): ["torch.load"],  # of the file that it has just written
 }
 """Module -> what it unpickles with. One place is a dataset's column that its writer pickled, and only for a user who
