@@ -37,7 +37,7 @@ LIGHT = (
     "cli.main",
     *(f"console.{name}" for name in ("command_token", "settings", "peer")),
     *(f"operations.{name}" for name in ("run_daemon", "show_status", "show_state", "state_values")),
-    *(f"operations.{name}" for name in ("watch_status", "list_settings")),
+    *(f"operations.{name}" for name in ("watch_status", "list_settings", "checkpoint_folders")),
     "demo.run_demo",
     *(f"doctor.{name}" for name in ("loader_check", "loader_report", "findings")),
     *(f"doctor.{name}" for name in ("machine_check", "cluster_check")),
@@ -162,6 +162,6 @@ def test_json_error_is_one_object_on_stderr(shell: Any) -> None:
     error = json.loads(done.error)["error"]
     assert (error["name"], error["exit_code"]) == ("CoordinatorUnavailableError", 11)
     assert "127.0.0.1:1" in error["message"]
-    done = shell.call("doctor", str(shell.folder), "--json")
+    done = shell.call("checkpoint", "verify", str(shell.folder), "--json")
     assert done.returncode == 23
     assert json.loads(done.error)["error"]["exit_code"] == 23

@@ -80,6 +80,7 @@ ENTRY_POINTS = {
     ),
     "penstock.client": "what users have",
     "penstock.client.states.saved_state": "the states that they save",
+    "penstock.client.checkpoint.restoring.whole": "what is in a checkpoint",
     "penstock.data": "what users have",
     "penstock.data.formats.index": "the index of a dataset's folder",
     "penstock.data.formats.shards": "what an index lists",

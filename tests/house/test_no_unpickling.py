@@ -45,16 +45,17 @@ UNPICKLES = {
     Path("client/penstock/client/checkpoint/restoring/metadata_reader.py"): ["pickle.Unpickler"],
     Path("client/penstock/client/checkpoint/values/objects.py"): ["pickle.Unpickler", "torch.load", "torch.load"],
     Path("deploy/penstock/deploy/operations/saved_file.py"): ["torch.load"],
+    Path("deploy/penstock/deploy/operations/export_checkpoint.py"): ["torch.load"],  # weights_only, of its own bytes
     Path("benchmarks/checkpoint_small.py"): ["torch.load"],  # of the file that it has just written
 }
 """Module -> what it unpickles with. One place is a dataset's column that its writer pickled, and only for a user who
 said allow_unsafe_types=True: tests/datasets/test_encodings.py holds that. And one is a file that a user named to a
 command, with weights_only=True, which runs nothing: tests/deploy/test_saved_file.py holds that. The third is a
-checkpoint that is restored: torch's index, of an earlier Penstock, by a process whose unpickler finds stand-ins alone:
-tests/checkpoint/test_hostile_folders.py; objects by one that finds no class at all, else with weights_only=True unless
-the user says allow_unsafe_types=True: tests/checkpoint/test_restore.py. The fourth is what an embedded worker gets from
-the training process that started it, of the same user on the same machine: a lambda, say, that has no name. Other
-workers refuse it: tests/proto/test_by_value.py."""
+checkpoint that is restored: torch's index, of dcp.save or an earlier Penstock, by a process whose unpickler finds
+stand-ins alone: tests/checkpoint/test_hostile_folders.py; objects by one that finds no class at all, else with
+weights_only=True unless the user says allow_unsafe_types=True: tests/checkpoint/test_restore.py. The fourth is what an
+embedded worker gets from the training process that started it, of the same user on the same machine: a lambda, say,
+that has no name. Other workers refuse it: tests/proto/test_by_value.py."""
 
 
 def dotted(node: ast.expr) -> str:

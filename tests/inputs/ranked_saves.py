@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from quantised import Rows8
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.proto.errors import CheckpointNotFoundError
 
 __all__ = [
     "agreed",
@@ -41,6 +45,7 @@ __all__ = [
     "preempted",
     "quantised_restore",
     "quantised_save",
+    "torch_fsdp_save",
 ]
 
 
@@ -116,12 +121,28 @@ def fsdp_save(folder: str) -> dict[str, Any]:
     return described(network, optimizer)
 
 
-def fsdp_restore(folder: str) -> dict[str, Any]:
+def torch_fsdp_save(folder: str) -> dict[str, Any]:
+    """A checkpoint of dcp.save as step 4. A restore names it on all ranks, and begins nothing anew."""
+    network = model(1)
+    fully_shard(network)
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.25)
+    train(network, optimizer, 1)
+    weights, moments = get_state_dict(network, optimizer)
+    save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/step-4")
+    with AsyncCheckpointer(folder) as checkpointer:
+        for call in (checkpointer.newest, lambda: checkpointer.restore({"model": network})):
+            with pytest.raises(CheckpointNotFoundError, match=f"{folder}/step-4. Pass step=4"):
+                call()
+    return described(network, optimizer)
+
+
+def fsdp_restore(folder: str, step: int | None = None) -> dict[str, Any]:
     network = model(2)
     fully_shard(network)
     optimizer = torch.optim.Adam(network.parameters())
-    with AsyncCheckpointer(folder) as checkpointer:
-        assert checkpointer.restore({"model": network, "optimizer": optimizer}) == 4
+    with AsyncCheckpointer(folder) as checkpointer, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* without checksums", UserWarning)
+        assert checkpointer.restore({"model": network, "optimizer": optimizer}, step) == 4
     return described(network, optimizer)
 
 

@@ -3,6 +3,7 @@ shown, because the error is then Penstock's own. faulthandler's stacks, innermos
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import traceback
@@ -106,6 +107,7 @@ def middle_out(text: str, keep: int) -> str:
 def warn_user(message: str) -> None:
     """Issue a UserWarning at the innermost line that is not in Penstock's code."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _is_penstock(frame.f_code.co_filename):
+    ours = contextlib.__file__  # between a context manager of ours and the line that enters it
+    while frame.f_back is not None and (_is_penstock(name := frame.f_code.co_filename) or name == ours):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UserWarning, stacklevel=level)

@@ -37,6 +37,7 @@ from penstock.client.checkpoint.saving.writer_process import PendingSave, Writer
 from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError
 from penstock.proto.state.checkpoint_files import checkpoints, step_name
+from penstock.proto.state.torch_checkpoints import check_newer
 from penstock.proto.tracebacks import warn_user
 from penstock.runtime.process.forks import OwnerProcess
 
@@ -313,8 +314,11 @@ class AsyncCheckpointer:
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint in the folder; None if it has none. That is the one saved
-        last, whose step need not be the largest. Warns of newer checkpoints that are damaged."""
-        for one in checkpoints(self.folder):
+        last, whose step need not be the largest. Warns of newer checkpoints that are damaged, or of torch's `dcp.save`.
+        Raises CheckpointNotFoundError if it has only such ones."""
+        found = checkpoints(self.folder)
+        check_newer(self.folder, found[0] if found else None)
+        for one in found:
             if not one.damage:
                 return one.step
             warn_user(f"the checkpoint {one.path} is damaged: {one.damage}. latest() ignores this checkpoint")
@@ -345,7 +349,8 @@ class AsyncCheckpointer:
                 Dicts and lists become what was saved, in place; their tensors are filled where shape and dtype fit,
                 and replaced elsewhere. Other values are replaced in `state`. Saved top-level values that it does not
                 name are ignored.
-            step: step of the checkpoint to restore; None: the checkpoint that was saved last.
+            step: step of the checkpoint to restore, also of a folder step-N that torch's `dcp.save` wrote, which has no
+                checksums; None: the checkpoint that was saved last.
             verify: let rank 0 first read all files of the checkpoint and compare their checksums. False: each rank
                 compares only the checksums of what it reads.
             allow_unsafe_types: unpickle objects of any class. Only for checkpoints that only you can have written.
@@ -354,6 +359,7 @@ class AsyncCheckpointer:
 
         Raises:
             CheckpointNotFoundError: the folder has no checkpoint of this step; the error lists the steps that it has.
+                Without a `step`: it has only checkpoints of `dcp.save`. (Beside older ones of ours they are a warning.)
             CheckpointCorruptError: the checkpoint is damaged; the error names the file, and the newest good checkpoint.
             CheckpointError: a rank could not load the checkpoint, or the checkpoint does not fit `state`. All ranks
                 raise this error, and everything in `state` is as it was. (An object whose own `load_state_dict` raised,

@@ -33,7 +33,7 @@ from penstock.client.checkpoint.checkpointer import AsyncCheckpointer
 from penstock.client.host_group import HostGroup
 from penstock.client.integrations.batch_relay import Relay, relayed
 from penstock.client.integrations.rank_groups import RankGroups
-from penstock.proto.errors import CheckpointError, InvalidArgumentError
+from penstock.proto.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import MANIFEST
 
 __all__ = ["PenstockCheckpointManager", "PenstockDataLoader"]
@@ -259,7 +259,10 @@ class PenstockCheckpointManager(CheckpointManager):
         if folder:
             return int(super()._find_load_step(folder))
         assert self._checkpointer is not None
-        newest = self._checkpointer.newest()
+        try:
+            newest = self._checkpointer.newest()
+        except CheckpointNotFoundError:  # all checkpoints are of torchtitan's own manager
+            newest = None
         return int(super()._find_load_step() if newest is None else newest)
 
     def _save_last_step(self, curr_step: int) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from penstock.deploy.cli.commands.checkpoint import checkpoint
 from penstock.deploy.cli.commands.config import config
 from penstock.deploy.cli.commands.coordinator import coordinator
 from penstock.deploy.cli.commands.dashboard import dashboard
@@ -75,6 +76,7 @@ app.command()(mix)
 app.add_typer(run, name="run")
 app.command()(state)
 app.command()(replay)
+app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(doctor, name="doctor")
 app.command()(config)
 app.add_typer(data, name="data")

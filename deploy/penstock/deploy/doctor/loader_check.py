@@ -69,7 +69,7 @@ class LoaderRequest:
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(
-                "the target must be MODULE:NAME, such as mypackage.data:train_input, or a folder of checkpoints, got "
+                "the target must be MODULE:NAME, such as mypackage.data:train_input, got "
                 f"{self.input_fn!r}. Name a function or a folder"
             )
         return {

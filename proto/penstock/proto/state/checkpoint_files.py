@@ -71,6 +71,17 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
+def step_of(name: str) -> int | None:
+    """Return N of the name "step-N"; None for another name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_aside(name: str) -> bool:
+    """Return True for the name of a folder that a save in flight, or a stopped one, has made or moved aside."""
+    return _ASIDE.fullmatch(name) is not None
+
+
 def temporary_name(step: int, save: str) -> str:
     """Name of the folder into which a save writes. `save`: id of the save, hexadecimal."""
     return f"step-{step}.tmp-{save}"
@@ -99,7 +110,7 @@ class CheckpointFile:
     name: str
     nbytes: int
     xxh3: str
-    """128 bits, hexadecimal."""
+    """128 bits, hexadecimal. "" if unknown: a file of torch's (torch_checkpoints.py)."""
     parts: str = ""
     """Checksums of sections of the file, to verify one without the others: BEGIN:XXH3 (offset in bytes, 64 bits in
     hexadecimal), separated by blanks. A section ends where the next begins. "" if unknown."""
@@ -207,7 +218,7 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
             nbytes = os.stat(where).st_size
             if nbytes != file.nbytes:
                 yield f"{file.name} has {nbytes:,} bytes, but {file.nbytes:,} were written"
-            elif contents and (found := _checksum_of(where)) != file.xxh3:
+            elif contents and file.xxh3 and (found := _checksum_of(where)) != file.xxh3:
                 yield f"{file.name} has checksum {found}, but {file.xxh3} was written"
         except FileNotFoundError:
             yield f"{file.name} is missing"
@@ -248,15 +259,15 @@ def _found(
 ) -> Iterator[FoundCheckpoint]:
     names = list(names)
     for name, final in [*((name, name) for name in names), *_half_replaced(names)]:
-        if match := _STEP.fullmatch(final):
+        if (step := step_of(final)) is not None:
             path = folder / name
             try:
                 manifest = _listed_manifest(path, listed)
-                yield FoundCheckpoint(int(match[1]), path, manifest, "; ".join(damage(path, manifest)) if sizes else "")
+                yield FoundCheckpoint(step, path, manifest, "; ".join(damage(path, manifest)) if sizes else "")
             except CheckpointNotFoundError:
-                continue  # not a checkpoint, although its name looks like one
+                continue  # not a checkpoint of ours, although its name looks like one: see torch_checkpoints.py
             except CheckpointCorruptError as error:
-                yield FoundCheckpoint(int(match[1]), path, None, error.message)
+                yield FoundCheckpoint(step, path, None, error.message)
 
 
 def _listed_manifest(path: Path, listed: dict[Identity, Manifest]) -> Manifest:

@@ -23,12 +23,14 @@ class StandIn:
 
 
 def ignored(*_: object) -> None:
-    """Stand-in for functions whose results nobody reads: a layout, a memory format."""
+    """Stand-in for functions whose results nobody reads: a layout, a memory format, the path of the save."""
 
 
 STAND_INS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     ("builtins", "getattr"): ignored,
+    ("pathlib", "PosixPath"): ignored,
+    ("pathlib._local", "PosixPath"): ignored,  # of Python 3.13
     ("torch.serialization", "_get_layout"): ignored,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StandIn,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): ignored,
@@ -63,6 +65,8 @@ def index_of(metadata: Any) -> dict[str, Any]:
                 chunks = [[chunk.offsets, chunk.sizes] for chunk in saved.chunks]
                 tensors.append([saved.properties.dtype, saved.size, chunks])
     for entry, info in metadata.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError("its values are compressed or transformed, which only torch's dcp.load can undo")
         kind = values[entry.fqn][0]
         chunk = 0 if kind is None else [offsets for offsets, _ in tensors[kind][2]].index(entry.offset)
         file = files.setdefault(info.relative_path, len(files))

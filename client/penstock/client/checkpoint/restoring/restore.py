@@ -37,10 +37,9 @@ from penstock.proto.state.checkpoint_files import (
     checkpoints,
     damage,
     locked,
-    pinned,
     put_back,
-    read_manifest,
 )
+from penstock.proto.state.torch_checkpoints import check_newer, opened, torch_checkpoints, torch_step
 
 SILENCE_S = 8.0
 """Seconds without a sign of life from another process's save, whose machine may be gone, until a restore ignores it."""
@@ -58,7 +57,7 @@ def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> It
             yield None
             return
         try:
-            with pinned(found.path) as handle:
+            with opened(found.path) as (handle, _):
                 assert found.manifest is not None
                 if verify and (wrong := "; ".join(damage(_through(handle), found.manifest, contents=True))):
                     raise _damaged(found.path, wrong)
@@ -72,13 +71,15 @@ def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> It
 def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
     found = checkpoints(folder)
     if step is None:
+        check_newer(folder, found[0] if found else None)
         if not found:
             return None
         newest = found[0]
     else:
-        matching = [one for one in found if one.step == step]
+        matching = [one for one in (*found, torch_step(folder, step)) if one is not None and one.step == step]
         if not matching:
-            there = ", ".join(str(one.step) for one in found)
+            torchs = (f"{path} of torch's dcp.save" for path in torch_checkpoints(folder))
+            there = ", ".join((*(str(one.step) for one in found), *torchs))
             raise CheckpointNotFoundError(f"{folder} has no checkpoint of step {step}; it has steps: {there or 'none'}")
         newest = matching[0]
     if newest.damage:
@@ -174,8 +175,7 @@ def load(
             f'restore: state must be a dict of names and values, such as {{"model": model}}, got {type(state).__name__}'
         )
     try:
-        with pinned(path) as folder:
-            manifest = read_manifest(_through(folder))
+        with opened(path) as (folder, manifest):
             if manifest.save != save:
                 return None
             return _load(folder, path, manifest, state, rank, threads, allow_unsafe_types)
@@ -195,7 +195,7 @@ def _load(
     unsafe: bool,
 ) -> LoadedCheckpoint:
     files = {file.name: file for file in manifest.files}
-    index = _index(folder, path, files)
+    index = read_saved_index(folder, path, files)
     tables = [name for name, value in index.items() if value.path[0] == OURS]
     saved = SavedEntries(path, index, {name: one.path for name, one in index.items() if one.path[0] != OURS})
     entries = [entry_for(key, value, state, saved, rank) for key, value in state.items()]
@@ -233,12 +233,12 @@ def _decoded(name: str, value: Any, recipe: Any) -> Any:
         raise CheckpointError(f"{name!r}: {error.message}") from None
 
 
-def _index(folder: int, path: Path, files: Mapping[str, CheckpointFile]) -> dict[str, SavedValue]:
-    name = INDEX if INDEX in files else METADATA  # an earlier Penstock wrote no other index than torch's
+def read_saved_index(folder: int, path: Path, files: Mapping[str, CheckpointFile]) -> dict[str, SavedValue]:
+    name = INDEX if INDEX in files else METADATA  # torch, and an earlier Penstock, wrote no other
     if name not in files:
         raise CheckpointCorruptError(f"the checkpoint's manifest must list its index {INDEX}, got a list without it")
     data = read_file(folder, files[name])
-    if (digest := xxhash.xxh3_128_hexdigest(data)) != files[name].xxh3:
+    if files[name].xxh3 and (digest := xxhash.xxh3_128_hexdigest(data)) != files[name].xxh3:
         raise CheckpointCorruptError(f"its index {name} must have the checksum {files[name].xxh3}, got {digest}")
     index = data if name == INDEX else converted(data, path / name)
     return read_index(index, path / name, {file.name: file.nbytes for file in files.values()})

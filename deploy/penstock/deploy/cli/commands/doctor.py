@@ -1,8 +1,7 @@
-"""Command `penstock doctor`: checks of a machine, a cluster, a loader or a checkpoint."""
+"""Command `penstock doctor`: checks of a machine, a cluster or a loader."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +13,8 @@ from penstock.deploy.console.peer import Peer
 
 
 class _DefaultsByTarget(TyperGroup):
-    """Group of commands in which `penstock doctor` means `doctor machine`, and `penstock doctor TARGET` means `doctor
-    loader TARGET`. A TARGET is the MODULE:NAME of an input_fn, or the folder of a checkpoint or of checkpoints."""
+    """Group of commands in which `penstock doctor` means `doctor machine`, and `penstock doctor MODULE:NAME` means
+    `doctor loader MODULE:NAME`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing and not args:  # completion in a shell, where the target is not typed yet
@@ -30,17 +29,16 @@ doctor = subcommands(_DefaultsByTarget)
 
 @doctor.callback()
 def _doctor() -> None:
-    """Check a machine, a cluster, a loader or checkpoints. Prints the remedies.
+    """Check a machine, a cluster or a loader. Prints the remedies.
 
-    `penstock doctor` alone is `penstock doctor machine`; `penstock doctor MODULE:NAME` and `penstock doctor CHECKPOINT`
-    are `penstock doctor loader ...`.
+    `penstock doctor` alone is `penstock doctor machine`; `penstock doctor MODULE:NAME` is `penstock doctor loader
+    MODULE:NAME`.
 
     \b
     Examples:
       penstock doctor                                   is this machine ready?
       penstock doctor cluster                           can the workers be reached from here?
       penstock doctor mypackage.data:train_input        can my loader be saved and resumed exactly?
-      penstock doctor run1/checkpoints                  are my checkpoints whole?
     """
 
 
@@ -97,8 +95,8 @@ def doctor_loader(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:NAME|CHECKPOINT",
-            help="An importable input_fn; or the folder of a checkpoint; or a folder that has checkpoints in it.",
+            metavar="MODULE:NAME",
+            help="An importable input_fn.",
         ),
     ],
     args: Annotated[str, typer.Option("--args", metavar="JSON", help="Positional arguments, a JSON list.")] = "[]",
@@ -120,24 +118,17 @@ def doctor_loader(
     ] = 300.0,
     as_json: AsJson = False,
 ) -> int:
-    """Check that a loader resumes exactly, or checkpoints are whole.
+    """Check that a loader resumes exactly.
 
-    For a loader: streams N batches with a snapshot after each, restores some snapshots in fresh processes, and compares
+    Streams N batches with a snapshot after each, restores some snapshots in fresh processes, and compares
     the next batches. Exit code 0: the loader is exact. 30: a restored loader yields other batches. 31: the loader
     streams, but cannot be saved as it is.
-
-    For checkpoints: reads all files and compares them with the recorded digests. Exit code 24: a file is damaged.
 
     \b
     Examples:
       penstock doctor mypackage.data:train_input --workers 2 --batches 100
       penstock doctor mypackage.data:train_input --kwargs '{"root": "/data", "batch_size": 8}'
-      penstock doctor run1/checkpoints --json
     """
-    from penstock.deploy.doctor.checkpoint_check import is_path, show_checkpoints
-
-    if is_path(target):
-        return show_checkpoints(Path(target), as_json)
     from penstock.deploy.doctor.loader_check import LoaderRequest
     from penstock.deploy.doctor.loader_report import show_doctor
 
