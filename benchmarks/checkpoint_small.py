@@ -78,8 +78,10 @@ def _round(folder: Path, entries: int, values: int, kept: int, number: int) -> d
 
 
 def _state(entries: int, values: int, mark: int) -> dict[str, Any]:
-    entry = {1: lambda: torch.full((values,), float(mark)), 0: lambda: mark}
-    return {"entries": {f"entry-{place}": entry[place % 2]() for place in range(entries)}}
+    def entry(place: int) -> Any:
+        return torch.full((values,), float(mark)) if place % 2 else mark
+
+    return {"entries": {f"entry-{place}": entry(place) for place in range(entries)}}
 
 
 def _equal(one: Any, other: Any) -> bool:

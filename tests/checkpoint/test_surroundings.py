@@ -62,12 +62,12 @@ def test_reordered_names_are_another_state(checkpointer: AsyncCheckpointer) -> N
 
 
 def test_an_object_does_not_go_into_a_tensor(checkpointer: AsyncCheckpointer) -> None:
-    checkpointer.save(1, {"x": {"best": 5.0}})
+    checkpointer.save(1, {"best": 5.0})
     with pytest.raises(
         CheckpointError,
-        match=r"'x.best' was saved in .* as a Python object, but is a tensor",
+        match=r"'best' was saved in .* as a Python object, but is a tensor",
     ):
-        checkpointer.restore({"x": {"best": torch.tensor(0.0)}})
+        checkpointer.restore({"best": torch.tensor(0.0)})
 
 
 def test_modules_in_the_writer_s_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,8 +176,10 @@ class Manifest:
                 raise CheckpointCorruptError(
                     f"{where} is in format {body['format']} of a newer Penstock: upgrade it, or use another checkpoint"
                 )
-            rows = ([file[field] for field in FIELDS] for file in body["files"])
-            files = tuple(CheckpointFile.from_row(*row[:3], row[3] if parts else "") for row in rows)
+            rows = (
+                [*(file[field] for field in FIELDS[:3]), file[FIELDS[3]] if parts else ""] for file in body["files"]
+            )
+            files = tuple(CheckpointFile.from_row(*row) for row in rows)
             step, sequence, ranks = (_number(field, body[field]) for field in ("step", "sequence", "ranks"))
             return cls(step, str(body["save"]), sequence, ranks, files)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

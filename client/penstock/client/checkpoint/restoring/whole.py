@@ -6,13 +6,10 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from penstock.client.checkpoint.restoring.index import SavedValue
 from penstock.client.checkpoint.restoring.restore import load, read_saved_index
 from penstock.client.checkpoint.saving.collect import OURS
 from penstock.client.checkpoint.values.loader_states import LENGTH, SHARED
-from penstock.client.checkpoint.values.torch_private import set_element
 from penstock.proto.errors import CheckpointNotFoundError
 from penstock.proto.state.codec import decode_state
 from penstock.proto.state.envelope import MAGIC
@@ -40,13 +37,13 @@ def read_state(path: Path, key: str | None = None) -> dict[str, Any]:
     keys = {str(value.path[0]): None for value in index.values()}
     if key is not None and key not in keys:
         raise CheckpointNotFoundError(f"{path} has no value {key!r}; its values are {', '.join(map(repr, keys))}")
-    state = {name: _placeholder(name, index) for name in keys if key in (None, name)}
+    state: dict[str, Any] = {name: None for name in keys if key in (None, name)}
     with opened(path) as (_, manifest), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* knows parameters by their order")  # advice for a training job
         loaded = load(path, manifest.save, state, 0, THREADS, allow_unsafe_types=False)
     if loaded is None:
         raise CheckpointNotFoundError(f"{path} was deleted or replaced meanwhile: name it again")
-    loaded.put()
+    loaded.put(keep=False)
     return {name: _loader_state(value) for name, value in state.items()}
 
 
@@ -61,20 +58,6 @@ def _listed(name: str, value: SavedValue) -> ListedValue:
         return ListedValue(name, "object", None, sum(archive.length for archive in value.archives))
     dtype, size = value.tensor.properties.dtype, value.tensor.size
     return ListedValue(name, str(dtype).removeprefix("torch."), list(size), size.numel() * dtype.itemsize)
-
-
-def _placeholder(key: str, index: dict[str, SavedValue]) -> Any:
-    """Return what takes all that was saved under a key in `load`."""
-    under = [value for value in index.values() if value.path[0] == key]
-    if len(under[0].path) == 1:
-        return None
-    if isinstance(under[0].path[1], str):
-        return {}
-    root: dict[str, Any] = {}
-    for value in under:
-        empty = None if value.tensor is None else torch.empty(value.tensor.size, dtype=value.tensor.properties.dtype)
-        set_element(root, value.path, empty)
-    return root[key]
 
 
 def _loader_state(value: Any) -> Any:
