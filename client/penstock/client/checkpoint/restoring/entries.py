@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -147,7 +147,7 @@ class StateEntry(ABC):
         pass
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
-        root: dict[str, Any] = {}
+        root: dict[str, Any] = {} if self.names else {self.key: {}}
         for name, path in self.names.items():
             set_element(root, (self.key, *path), values[name])
         self.loaded = with_containers(root, around.containers)[self.key]
@@ -156,19 +156,14 @@ class StateEntry(ABC):
         """Keep what the value has now, for `undo`."""
         self._undo = self._way_back()
 
+    @abstractmethod
     def put(self) -> None:
-        if self._undo is None:
-            self.hold()
-        self._put()
+        pass
 
     def undo(self) -> None:
-        """Give the value back its state before `put`, whose tensors were filled back already."""
+        """Give the value back what it had at `hold`. The tensors that were filled are filled back already."""
         if self._undo is not None:
             self._undo()
-
-    @abstractmethod
-    def _put(self) -> None:
-        pass
 
     def _way_back(self) -> Callable[[], None] | None:
         before = copied(self.value.state_dict())
@@ -209,6 +204,8 @@ def entry_for(key: str, value: Any, state: Mapping[str, Any], saved: SavedEntrie
         return _ModuleEntry(key, unwrapped(value), saved)
     if hasattr(value, "load_state_dict"):
         return _StatefulEntry(key, value, saved)
+    if isinstance(value, torch.Tensor):
+        return _TensorEntry(key, value, saved)
     return _PlainEntry(key, value, saved, state)
 
 
@@ -227,7 +224,7 @@ class _LoaderEntry(StateEntry):
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         self.loaded = loader_state(self.value, values[self._name])
 
-    def _put(self) -> None:
+    def put(self) -> None:
         self.value.load_state_dict(self.loaded)
 
     def _way_back(self) -> None:
@@ -240,8 +237,12 @@ class _OptimizerEntry(StateEntry):
     def __init__(self, key: str, value: torch.optim.Optimizer, saved: SavedEntries, names: list[str]) -> None:
         super().__init__(key, value, saved)
         self._parameters = names
-        self._is_torch_s = type(value).load_state_dict is torch.optim.Optimizer.load_state_dict
-        self.can_raise = not self._is_torch_s or bool(value._optimizer_load_state_dict_pre_hooks)
+        hooks = (
+            *value._optimizer_load_state_dict_pre_hooks.values(),
+            *value._optimizer_load_state_dict_post_hooks.values(),
+        )
+        functions = type(value).load_state_dict, type(value).__setstate__, *hooks
+        self.can_raise = not all(_is_of("torch.", function) for function in functions)
 
     def wanted(self) -> dict[str, ReadRequest]:
         parameters = [one for group in self.value.param_groups for one in group["params"]]
@@ -267,20 +268,20 @@ class _OptimizerEntry(StateEntry):
         self.loaded = numbered_state(self.loaded, self._parameters, order, lengths)
         self._shared = around.shared.get(self.key, [])
 
-    def _put(self) -> None:
+    def put(self) -> None:
         load_optimizer(self.value, self.loaded, self._parameters, self._shared)
 
     def _way_back(self) -> Callable[[], None] | None:
-        if not self._is_torch_s:
+        if type(self.value).load_state_dict is not torch.optim.Optimizer.load_state_dict:
             return super()._way_back()
-        # torch's own makes new dicts, and leaves the present ones as they are
-        before = {"state": self.value.state, "param_groups": self.value.param_groups}
-        return lambda: self.value.__setstate__(before)
+        before = dict(vars(self.value))  # torch's own makes new dicts, and leaves the present ones as they are
+        return lambda: vars(self.value).update(before)
 
 
 class _ModuleEntry(StateEntry):
     def __init__(self, key: str, value: nn.Module, saved: SavedEntries) -> None:
         super().__init__(key, value, saved)
+        self.names = {name: path for name, path in self.names.items() if path}  # no path: the saved one had no values
         self._state = module_state(value)
         self._fills = not _adapts(value) or not (self._other_names() or any(self._other_shapes()))
         """True if the module's tensors are filled in place. Else its own code may rename or resize what was saved."""
@@ -333,7 +334,7 @@ class _ModuleEntry(StateEntry):
         if any(tensor is not None and values[name] is not tensor for name, tensor in tensors.items()):
             self.can_raise = True  # a tensor of another class, which the module copies itself
 
-    def _put(self) -> None:
+    def put(self) -> None:
         current = self.value.state_dict()
         names = {clean: raw for raw, clean in clean_keys(self.value, list(current)).items()}
         state = OrderedDict((names.get(name, name), value) for name, value in self.loaded.items())
@@ -347,25 +348,40 @@ class _ModuleEntry(StateEntry):
         self.value.load_state_dict(state)
 
     def _way_back(self) -> Callable[[], None]:
-        state = {} if self._fills else self._state  # what the restore fills, it fills back
-        tensors = [(one, one.detach().clone()) for one in state.values() if isinstance(one, torch.Tensor)]
+        filled = [self._tensor(path) for path in self.names.values()] if self._fills else []
+        known = {_memory(tensor) for tensor in filled if tensor is not None}  # the restore fills them back
+        own = [*self.value.parameters(), *self.value.buffers()]
+        tensors = [(one, one.detach().clone()) for one in own if not is_lazy(one) and _memory(one) not in known]
         held = [(one, dict(one._parameters), dict(one._buffers)) for one in self.value.modules()]
-        extra = {name: copied(value) for name, value in self._state.items() if name.rpartition(".")[2] == EXTRA}
+        extra = [
+            (one, copied(one.get_extra_state()))
+            for one in self.value.modules()
+            if type(one).set_extra_state is not nn.Module.set_extra_state
+        ]
 
         def undo() -> None:
             for module, parameters, buffers in held:
-                module._parameters.update(parameters)
-                module._buffers.update(buffers)
-            with torch.no_grad():
-                for tensor, before in tensors:
-                    if tensor.shape != before.shape:
-                        tensor.set_(before)  # type: ignore[call-overload]
-                    else:
-                        tensor.copy_(before)
-            for name, value in extra.items():
-                self.value.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+                for present, before in ((module._parameters, parameters), (module._buffers, buffers)):
+                    present.clear()
+                    present.update(before)
+            for tensor, values in tensors:
+                _fill(tensor, values)
+            for module, value in extra:
+                module.set_extra_state(value)
 
         return undo
+
+
+@torch.no_grad()
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    if tensor.shape != values.shape:  # it was resized meanwhile
+        tensor.set_(values)  # type: ignore[call-overload]
+    else:
+        tensor.copy_(values)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def _adapts(module: nn.Module) -> bool:
@@ -407,8 +423,36 @@ class _StatefulEntry(StateEntry):
             except CheckpointError as error:
                 raise self.misfit(error.message) from None
 
-    def _put(self) -> None:
+    def put(self) -> None:
         self.value.load_state_dict(self.loaded)
+
+
+class _TensorEntry(StateEntry):
+    """A tensor at the top, which can only be filled."""
+
+    can_raise = False
+
+    def wanted(self) -> dict[str, ReadRequest]:
+        if self.names != {self.key: ()}:
+            raise self.misfit("it was saved as a dict or list, but is a tensor in the state to restore")
+        if _is_whole(self.value) or self.value.is_meta:
+            return {self.key: self.saved.filled(self.key, self.value)}
+        return {self.key: self.saved.empty(self.key, self.value)}
+
+    def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
+        super().fit(values, around)
+        self.can_raise = self.loaded is not self.value  # a tensor of another class, which copies as it likes
+
+    def put(self) -> None:
+        if self.can_raise:
+            with torch.no_grad():
+                self.value.copy_(self.loaded)
+
+    def _way_back(self) -> Callable[[], None] | None:
+        if not self.can_raise:
+            return None
+        before = self.value.detach().clone()
+        return lambda: _fill(self.value, before)
 
 
 class _PlainEntry(StateEntry):
@@ -417,17 +461,11 @@ class _PlainEntry(StateEntry):
     def __init__(self, key: str, value: Any, saved: SavedEntries, state: Mapping[str, Any]) -> None:
         super().__init__(key, value, saved)
         self._state = state
-        self.can_raise = isinstance(value, torch.Tensor) and not _is_whole(value)
+        self.can_raise = any(type(container) not in BUILTIN for container, _ in _containers(value))
 
     def wanted(self) -> dict[str, ReadRequest]:
-        if not isinstance(self.value, torch.Tensor):
-            current = flattened({self.key: self.value})[0] if _is_container(self.value) else {}
-            return {name: self._request(name, current.get(name)) for name in self.names}
-        if self.names != {self.key: ()}:
-            raise self.misfit("it was saved as a dict or list, but is a tensor in the state to restore")
-        if self.can_raise and not self.value.is_meta:
-            return {self.key: self.saved.empty(self.key, self.value)}
-        return {self.key: self.saved.filled(self.key, self.value)}
+        current = flattened({self.key: self.value})[0] if isinstance(self.value, MutableMapping | list) else {}
+        return {name: self._request(name, current.get(name)) for name in self.names}
 
     def _request(self, name: str, current: Any) -> ReadRequest:
         if isinstance(current, torch.Tensor) and (current.is_meta or _is_whole(current)):
@@ -438,31 +476,18 @@ class _PlainEntry(StateEntry):
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         super().fit(values, around)
         warn_of_numbers(self.key, self.loaded)
-        stays = isinstance(self.value, torch.Tensor) or _fits(self.value, self.loaded)
-        if not stays and not isinstance(self._state, MutableMapping):
+        if not _fits(self.value, self.loaded) and not isinstance(self._state, MutableMapping):
             raise self.misfit(f"the state to restore must be a dict to take it, got {type(self._state).__name__}")
-        self.can_raise = isinstance(self.value, torch.Tensor) and self.loaded is not self.value
 
-    def _put(self) -> None:
-        if not isinstance(self.value, torch.Tensor):
-            if become(self.value, self.loaded) is not self.value:
-                assert isinstance(self._state, MutableMapping)
-                self._state[self.key] = self.loaded
-        elif self.loaded is not self.value:
-            with torch.no_grad():
-                self.value.copy_(self.loaded)
+    def put(self) -> None:
+        made = become(self.value, self.loaded, set())
+        if made is not self.value:
+            self._state[self.key] = made  # type: ignore[index]
 
     def _way_back(self) -> Callable[[], None]:
-        if isinstance(self.value, torch.Tensor):
-            before = self.value.detach().clone() if self.can_raise else None
         held = list(_containers(self.value))
 
         def undo() -> None:
-            if isinstance(self.value, torch.Tensor):
-                if before is not None:
-                    with torch.no_grad():
-                        self.value.copy_(before)
-                return
             for container, content in held:
                 container.clear()
                 container.extend(content) if isinstance(container, list) else container.update(content)
@@ -472,24 +497,25 @@ class _PlainEntry(StateEntry):
         return undo
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, MutableMapping | list)
+BUILTIN = (dict, list, OrderedDict, defaultdict, Counter)
 
 
 def _fits(target: Any, saved: Any) -> bool:
-    return (isinstance(target, MutableMapping) and isinstance(saved, Mapping)) or (
-        isinstance(target, list) and isinstance(saved, list)
-    )
-
-
-def become(target: Any, saved: Any) -> Any:
-    """Make a dict or list what was saved, with those in it, and return it. Return `saved` for any other value."""
-    if not _fits(target, saved):
-        return saved
     if isinstance(target, list):
-        target[:] = [become(one, new) for one, new in zip(target, saved, strict=False)] + saved[len(target) :]
+        return isinstance(saved, list)
+    return isinstance(target, MutableMapping) and type(saved) in (dict, type(target))
+
+
+def become(target: Any, saved: Any, done: set[int]) -> Any:
+    """Make a dict or list what was saved, with those in it, and return it. Return `saved` in place of any other value,
+    and of one that is in `done` (by id()), because it stands at two places."""
+    if not _fits(target, saved) or id(target) in done:
+        return saved
+    done.add(id(target))
+    if isinstance(target, list):
+        target[:] = [become(one, new, done) for one, new in zip(target, saved, strict=False)] + saved[len(target) :]
         return target
-    made = {key: become(target[key], new) if key in target else new for key, new in saved.items()}
+    made = {key: become(target[key], new, done) if key in target else new for key, new in saved.items()}
     target.clear()
     target.update(made)
     return target
@@ -497,11 +523,7 @@ def become(target: Any, saved: Any) -> Any:
 
 def _containers(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each dict and list within a value, with a copy of what it holds."""
-    if isinstance(value, MutableMapping):
-        yield value, dict(value)
-        for inner in value.values():
-            yield from _containers(inner)
-    elif isinstance(value, list):
-        yield value, list(value)
-        for inner in value:
+    if isinstance(value, MutableMapping | list):
+        yield value, (list(value) if isinstance(value, list) else dict(value))
+        for inner in value if isinstance(value, list) else value.values():
             yield from _containers(inner)

@@ -128,24 +128,28 @@ class LoadedCheckpoint:
 
     def __post_init__(self) -> None:
         self._entries.sort(key=lambda entry: (entry.comes_last, entry.can_raise))
-        self._begun: list[StateEntry] = []
+        self._is_held = False
 
     @property
     def can_raise(self) -> bool:
         return any(entry.can_raise for entry in self._entries)
 
     def hold(self) -> None:
-        """Keep what the values have now for `undo`, and not what they have when `put` comes to each."""
-        for entry in self._entries:
-            if not entry.comes_last:
-                entry.hold()
+        """Keep what the values have now for `undo`, if that is not kept yet."""
+        if not self._is_held:
+            self._is_held = True
+            for entry in self._entries:
+                if not entry.comes_last:
+                    with entry.named_errors():
+                        entry.hold()
 
     def put(self, *, keep: bool) -> None:
         """Load the values, but not those that cannot be undone. `keep`: keep what they replace for `undo`."""
+        if keep:
+            self.hold()
         FillRequest.all_of(self._fills, keep=keep)
         for entry in self._entries:
             if not entry.comes_last:
-                self._begun.append(entry)
                 with entry.named_errors():
                     entry.put()
 
@@ -158,7 +162,7 @@ class LoadedCheckpoint:
         """Give all values back what they had before `put`. Return the keys of those whose own code refuses that."""
         FillRequest.undo(self._fills)
         refused = []
-        for entry in reversed(self._begun):
+        for entry in reversed(self._entries):
             try:
                 entry.undo()
             except Exception:

@@ -130,7 +130,11 @@ def flattened(nested: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tupl
     """Return nested values, and the keys that lead to them, by their names in a checkpoint."""
     values: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
-    _flatten(nested, (), values, paths)
+    for key, value in nested.items():
+        try:
+            _flatten_into(value, (key,), values, paths)
+        except RecursionError:
+            raise _too_deep(key) from None
     return values, paths
 
 
@@ -250,8 +254,15 @@ def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
     if isinstance(value, nn.Module):
         return module_state(unwrapped(value))
     plain = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
-    warn_of_numbers(key, plain)
+    try:
+        warn_of_numbers(key, plain)
+    except RecursionError:
+        raise _too_deep(key) from None
     return plain
+
+
+def _too_deep(key: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{key!r} of the state contains itself, or is nested too deeply: leave it out")
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:

@@ -31,13 +31,15 @@ LEAVES = PLAIN | {torch.Tensor, torch.nn.Parameter}
 """Types of values without parts, looked up first: `isinstance(value, Mapping)` takes 1 us, a state has thousands."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 DEPTH = 60
+TENSORS = "tensors"
 
 
 class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """Why it was not encoded: class without a recipe, "tensors", or too deep nesting. "": it was encoded."""
+    """Why it was not encoded: class without a recipe, or too deep nesting. "": it was encoded. TENSORS: it was, but
+    has tensors within, which only torch.save writes."""
 
 
 def _moment(value: Any) -> Any:
@@ -171,7 +173,7 @@ def encode(value: Any, depth: int = 0) -> EncodedValue:
     if kind in PLAIN:
         return EncodedValue(value, None, "")
     if isinstance(value, torch.Tensor):
-        return EncodedValue(value, None, "tensors" if kind in (torch.Tensor, torch.nn.Parameter) else kind.__qualname__)
+        return EncodedValue(value, None, TENSORS if kind in (torch.Tensor, torch.nn.Parameter) else kind.__qualname__)
     if depth > DEPTH:
         return EncodedValue(value, None, f"more than {DEPTH} levels of nesting")
     if kind in (list, tuple):
@@ -183,9 +185,9 @@ def encode(value: Any, depth: int = 0) -> EncodedValue:
         return EncodedValue(value, None, f"{kind.__module__}.{kind.__qualname__}")
     name, inside = parts
     inner = encode(inside, depth + 1)
-    if inner.opaque:
+    if inner.opaque not in ("", TENSORS):
         return EncodedValue(value, None, inner.opaque)
-    return EncodedValue(inner.value, [name, inner.recipe], "")
+    return EncodedValue(inner.value, [name, inner.recipe], inner.opaque)
 
 
 def _parts(value: Any) -> tuple[str, Any] | None:
@@ -229,26 +231,24 @@ def _parts_of_class(value: Any) -> tuple[str, Any] | None:
 
 def _sequence(value: Any, depth: int) -> EncodedValue:
     inner = [encode(one, depth + 1) for one in value]
-    if opaque := _opaque(inner):
-        return EncodedValue(value, None, opaque)
+    opaque = _opaque(inner)
     recipes = {number: one.recipe for number, one in enumerate(inner) if one.recipe is not None}
-    if not recipes:
-        return EncodedValue(value, None, "")
-    return EncodedValue(type(value)(one.value for one in inner), ["items", recipes], "")
+    if opaque not in ("", TENSORS) or not recipes:
+        return EncodedValue(value, None, opaque)
+    return EncodedValue(type(value)(one.value for one in inner), ["items", recipes], opaque)
 
 
 def _dict(value: dict[Any, Any], depth: int) -> EncodedValue:
     inner = [encode(one, depth + 1) for pair in value.items() for one in pair]
-    if opaque := _opaque(inner):
+    opaque = _opaque(inner)
+    if opaque not in ("", TENSORS) or all(one.recipe is None for one in inner):
         return EncodedValue(value, None, opaque)
-    if all(one.recipe is None for one in inner):
-        return EncodedValue(value, None, "")
     parts = encode([list(value), list(value.values())], depth + 1)
-    return EncodedValue(parts.value, ["dict", parts.recipe], "")
+    return EncodedValue(parts.value, ["dict", parts.recipe], opaque)
 
 
 def _opaque(inner: list[EncodedValue]) -> str:
-    return next((one.opaque for one in inner if one.opaque not in ("", "tensors")), "") or next(
+    return next((one.opaque for one in inner if one.opaque not in ("", TENSORS)), "") or next(
         (one.opaque for one in inner if one.opaque), ""
     )
 
