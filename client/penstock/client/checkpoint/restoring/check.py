@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from penstock.client.checkpoint.restoring.entries import is_expanded
 from penstock.client.checkpoint.restoring.restore import LoadedCheckpoint
 from penstock.client.checkpoint.saving.collect import OURS, collect
 from penstock.client.checkpoint.values.loader_states import Loader
@@ -24,18 +25,20 @@ def differences(loaded: LoadedCheckpoint, state: Mapping[str, Any], rank: int, r
     values = _values(state, rank, ranks)
     saved = _digests(values)
     tensors = [tensor for _, value in values.values() for tensor in _plain(value)]
-    kept = [tensor.clone() for tensor in tensors]
+    cleared: list[tuple[torch.Tensor, torch.Tensor]] = []
     loaded.hold()
     try:
         with torch.no_grad():
             for tensor in tensors:
-                tensor.zero_()
+                if not is_expanded(tensor) and not tensor.is_inference():
+                    cleared.append((tensor, tensor.clone()))
+                    tensor.zero_()
         loaded.put(keep=True)
         found = _digests(_values(state, rank, ranks))
     finally:
         loaded.undo()
         with torch.no_grad():
-            for tensor, before in zip(tensors, kept, strict=True):
+            for tensor, before in cleared:
                 tensor.copy_(before)
     lines = [f"{name!r} is not restored" for name in saved if name not in found]
     lines += [f"{name!r} is restored, and was not in the state" for name in found if name not in saved]

@@ -92,9 +92,14 @@ class SavedEntries:
                 f"{name!r} must fit what is saved in {self.path}, {dtype} of shape {list(saved.size)}, got "
                 f"{tensor.dtype} of shape {list(tensor.shape)}"
             )
-        if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if is_expanded(tensor):
             return f"{name!r} of the state to restore is expanded, so that values share memory: call clone() first"
         return ""
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """True if values of the tensor share memory, so that it cannot be filled."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _blank(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
