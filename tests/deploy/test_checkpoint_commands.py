@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantised import Rows8
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -184,7 +185,7 @@ def test_safetensors_has_tensors_alone(saved: tuple[Path, dict[str, Any]], tmp_p
     file = tmp_path / "state.safetensors"
     code, _, err = run("export", folder, "--to", file)
     assert code == 23
-    assert "cannot hold 'nested.deep.empty': dict, no tensor; 'nested.deep.pair': tuple, no tensor" in err
+    assert "cannot hold 'nested.deep.empty': dict, no plain tensor; 'nested.deep.pair': tuple, no plain tensor" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     code, out, _ = run("export", folder, "--to", file, "--leave-out", "--json")
     assert code == 0
@@ -217,6 +218,28 @@ def test_what_torch_would_not_load_is_named(tmp_path: Path, run: Run) -> None:
     assert same(expected, torch.load(file, weights_only=True))
     assert run("export", tmp_path, "--to", tmp_path / "x.safetensors", "--leave-out")[0] == 0
     assert load_file(tmp_path / "x.safetensors").keys() == {"on.many.a.0", "x", "parts.0", "parts.2"}
+
+
+def test_a_tensor_class_that_is_not_imported_is_named(tmp_path: Path, run: Run) -> None:
+    rows = Rows8.of(torch.randn(4, 6))
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"rows": rows, "x": torch.ones(2)})
+    file = tmp_path / "x.pt"
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        code, _, err = run("export", tmp_path, "--to", file)
+        assert (code, "'rows' is a tensor of a class that torch.load does not know here" in err) == (23, True), err
+        assert "quantised.Rows8" in err
+        assert run("export", tmp_path, "--key", "x", "--to", file)[0] == 0
+    finally:
+        torch.serialization.add_safe_globals(known)
+    assert run("export", tmp_path, "--to", file)[0] == 0
+    found = torch.load(file, weights_only=True)["rows"]
+    assert type(found) is Rows8
+    assert same([rows.codes, rows.scale], [found.codes, found.scale])
+    code, _, err = run("export", tmp_path, "--to", tmp_path / "x.safetensors")
+    assert (code, "'rows': quantised.Rows8, no plain tensor" in err) == (23, True)
 
 
 def test_a_checkpoint_of_torchs_is_exported(tmp_path: Path, run: Run) -> None:

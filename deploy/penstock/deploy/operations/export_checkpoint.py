@@ -106,7 +106,7 @@ def _safetensors_refusal() -> Callable[[_Leaf], str]:
 
     def refusal(leaf: _Leaf) -> str:
         if not leaf.is_plain_tensor:
-            return f"{_kind(leaf.value)}, no tensor"
+            return f"{_kind(leaf.value)}, no plain tensor"
         try:
             save({"value": torch.empty(0, dtype=leaf.value.dtype)})
         except Exception:  # it depends on its version which error it raises for a dtype that it lacks

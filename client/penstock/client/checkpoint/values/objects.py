@@ -115,14 +115,27 @@ def _unreadable(name: str, where: str, error: Exception) -> CheckpointError:
 
 
 def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Raises CheckpointCorruptError if `data` is not a tensor of this dtype and shape."""
+    """Raises CheckpointCorruptError if `data` is not a tensor of this dtype and shape; CheckpointError for a class that
+    torch.load(weights_only=True) does not know in this process."""
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
     except Exception as error:  # arbitrary bytes can raise any error
+        if classes := _unknown_classes(data):
+            raise CheckpointError(
+                f"{name!r} is a tensor of a class that torch.load does not know here, {', '.join(classes)}: import the "
+                "package that has it before"
+            ) from error
         raise CheckpointCorruptError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
         raise CheckpointCorruptError(f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as in the index")
     return tensor
+
+
+def _unknown_classes(data: bytes) -> list[str]:
+    try:
+        return torch.serialization.get_unsafe_globals_in_checkpoint(_stored(data))
+    except Exception:  # here too
+        return []
 
 
 def _stored(data: bytes) -> io.BytesIO:
