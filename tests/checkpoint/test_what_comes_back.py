@@ -405,8 +405,9 @@ class Copies(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(3))
         self.register_buffer("twice", self.weight.detach() * 2, persistent=False)
-        self.register_load_state_dict_post_hook(Copies.follow)
-        self.register_state_dict_post_hook(Copies.copy)
+        module: Any = self
+        module.register_load_state_dict_post_hook(Copies.follow)
+        module.register_state_dict_post_hook(Copies.copy)
 
     def copy(self, state: Any, prefix: str, _: Any) -> None:
         state[f"{prefix}weight"] = state[f"{prefix}weight"].clone()
