@@ -36,6 +36,8 @@ MINUTES ?= 10
 FUZZ_ARGS ?=
 # Of `make pythons`: the versions.
 PYTHONS ?= 3.12 3.13
+# Of `make frameworks`: releases that it saves with beside the installed one, most of them for Python 3.12 alone.
+RELEASES := megatron-core==0.17.0 megatron-core==0.19.2 nvidia-resiliency-ext==0.4.1 nvidia-resiliency-ext==0.7.0
 PROTO_DIR := proto/penstock/proto/v1
 PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
 
@@ -178,6 +180,10 @@ $(FRAMEWORKS_VENV)/.setup-done: pyproject.toml tests/frameworks/requirements.txt
 	$(@D)/bin/python -m pip install "$$(grep -oE 'torch==[0-9.]+' pyproject.toml | head -n 1)"
 	$(@D)/bin/python -m pip install --requirement tests/frameworks/requirements.txt
 	$(@D)/bin/python -m pip install --editable .
+	for release in $(RELEASES); do \
+		$(@D)/bin/python -m pip install --target $(@D)/releases/$$release --no-deps --only-binary=:all: \
+			--python-version 3.12 --ignore-requires-python $(foreach glibc,2_28 2_31 2_39,--platform manylinux_$(glibc)_$$(uname -m)) $$release || exit 1; \
+	done
 	touch $@
 
 node: ## the packages of the Node example, 14 MB from npm; its test is skipped without them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
@@ -117,51 +116,3 @@ def ranks_save(folder: str) -> list[str]:
             said.append(str(error)[: len("rank 1: the process that writes")])
         dist.barrier()
     return said
-
-
-def ranks_save_by(package: str, persistent: bool, folder: str) -> str:
-    """Save with the scheduler of a package that requires CUDA, which gets the CPU instead."""
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    core = importlib.import_module(package)
-    saver = importlib.import_module(f"{package.rpartition('.')[0]}.state_dict_saver")
-    core.PersistentAsyncCaller.async_loop = staticmethod(_Loop(package))
-    queue = core.AsyncCallsQueue(persistent=persistent)
-    for step in (1, 2, 3):
-        state = values(dist.get_rank(), step)
-        writer = FileSystemWriterAsync(Path(folder) / str(step), thread_count=2, separation_hint="rank")
-        planned = saver.save_state_dict_async_plan(state, writer, None, 0, planner=DefaultSavePlanner())
-        planned = planned[0] if isinstance(planned[0], tuple) else planned
-        function, preload, arguments = writer.get_save_function_and_args()
-        request = core.AsyncRequest(
-            function,
-            arguments,
-            [lambda planned=planned: saver.save_state_dict_async_finalize(*planned)],
-            preload_fn=preload,
-        )
-        queue.schedule_async_request(request)
-        state["shared"].zero_()
-        if step > 1:
-            queue.maybe_finalize_async_calls(blocking=True)
-    queue.maybe_finalize_async_calls(blocking=True)
-    queue.close()
-    dist.barrier()
-    for step in (1, 2, 3):
-        check(Path(folder) / str(step), step)
-    return "saved"
-
-
-class _Loop:
-    """A spawned scheduler's loop, with what it wants of CUDA."""
-
-    def __init__(self, package: str) -> None:
-        self._package = package
-        self._loop = importlib.import_module(package).PersistentAsyncCaller.async_loop
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Loop, (self._package,)
-
-    def __call__(self, *arguments: Any) -> None:
-        torch.cuda.set_device = lambda *_: None
-        torch.cuda.device_count = lambda: 1
-        self._loop(*arguments)

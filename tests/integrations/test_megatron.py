@@ -1,9 +1,8 @@
-"""Megatron-core's and NVRx's phases of an asynchronous save, with a scheduler that has them, and with theirs if it is
-installed."""
+"""Megatron-core's and NVRx's phases of an asynchronous save, with a scheduler that has them; with theirs it is
+tests/frameworks/run_megatron_saves.py."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +93,72 @@ def test_what_is_not_supported_is_said_at_once(tmp_path: Path) -> None:
         FileSystemWriterAsync(tmp_path).retrieve_write_results()
 
 
+def test_what_has_no_effect_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "penstock.checkpoint")
+    for mark in (1.0, 2.0):
+        folder = tmp_path / str(mark)
+        writer = FileSystemWriterAsync(folder, use_cached_data_structure=True, use_cpu_shm_for_gpu_tensors=True)
+        request = Request(writer, plan(state(mark), writer))
+        request.write()
+        request.finalize()
+        assert_holds(folder, mark)
+    said = [record.getMessage() for record in caplog.records if record.name == "penstock.checkpoint"]
+    assert len(said) == 1
+    assert "use_cached_data_structure, use_cpu_shm_for_gpu_tensors" in said[0]
+
+
+def no_room(path: str, mode: str) -> Any:
+    raise OSError(28, "no room", path)
+
+
+def test_files_are_opened_by_open_file(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "a", thread_count=2, open_file=open, is_multiproc_io=True)
+    request = Request(writer, plan(state(1.0), writer))
+    request.write_elsewhere(sent=True, kill=False)
+    request.finalize()
+    assert_holds(tmp_path / "a", 1.0)
+    writer = FileSystemWriterAsync(tmp_path / "b", thread_count=2, open_file=no_room)
+    request = Request(writer, plan(state(2.0), writer))
+    request.write_elsewhere(sent=True, kill=False)
+    with pytest.raises(CheckpointError, match=r"failed: OSError: \[Errno 28\] no room.*__0_[01].distcp"):
+        request.finalize()
+
+
+class Quantised(torch.Tensor):
+    """A tensor on a GPU, as far as its class says, which can be dequantised as Transformer Engine's."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Quantised:
+        made: Quantised = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=torch.device("cuda")
+        )
+        made.held = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found = func(*(one.held if isinstance(one, Quantised) else one for one in args), **kwargs or {})
+        return cls(found) if isinstance(found, torch.Tensor) else found
+
+    def dequantize(self) -> torch.Tensor:
+        return self.held
+
+
+def test_quantised_tensors_of_a_gpu_are_dequantised(tmp_path: Path) -> None:
+    """As the libraries' own writers do, whose loaders refuse other classes than torch's."""
+    value = torch.arange(12.0).reshape(3, 4)
+    writer = FileSystemWriterAsync(tmp_path)
+    request = Request(writer, plan({"weight": Quantised(value)}, writer))
+    request.write()
+    request.finalize()
+    found = {"weight": torch.zeros(3, 4)}
+    load(found, storage_reader=FileSystemReader(tmp_path))
+    assert torch.equal(found["weight"], value)
+
+
 def test_ranks_write_in_processes(tmp_path: Path) -> None:
     """Write in processes. A process that is killed fails the save of all ranks, but not the next save."""
     for outcome in run(2, "phases:ranks_save", str(tmp_path)):
         assert outcome.value == ["saved", "rank 1: the process that writes", "saved"], outcome
-
-
-@pytest.mark.parametrize(
-    "package",
-    ["megatron.core.dist_checkpointing.strategies.async_utils", "nvidia_resiliency_ext.checkpointing.async_ckpt.core"],
-)
-@pytest.mark.parametrize("persistent", [False, True])
-def test_their_schedulers_drive_it(tmp_path: Path, package: str, persistent: bool) -> None:
-    if importlib.util.find_spec(package.partition(".")[0]) is None:
-        pytest.skip("not installed")
-    for outcome in run(2, "phases:ranks_save_by", package, persistent, str(tmp_path), timeout_s=300):
-        assert outcome.value == "saved", outcome

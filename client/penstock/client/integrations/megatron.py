@@ -16,9 +16,11 @@ failure at once."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +41,8 @@ from penstock.proto.state.checkpoint_files import METADATA
 from penstock.runtime.files.direct_files import write_file
 
 __all__ = ["FileSystemWriterAsync"]
+
+_log = logging.getLogger("penstock.checkpoint")
 
 VERDICT = 8192
 """Bytes of shared memory for the writing process's result."""
@@ -64,6 +68,11 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         separation_hint: prefix of the names of values that are saved in up to `thread_count` separate files.
         use_msc: must be False, because NVIDIA's multi-storage client is not supported.
         overwrite: False: raise an error if the folder contains a checkpoint.
+        open_file: a function like `open` with which the writing process opens each file for writing; a spawned one
+            gets it pickled. None: the files are written without the kernel's page cache where that is possible.
+        is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: accepted, because Megatron-core and
+            NVRx pass them, but without effect, which the log says once: everything is always copied to shared memory
+            and written by threads.
 
     Attributes:
         write_buckets: the files in shared memory, len() of them; None before `prepare_write_data`.
@@ -82,6 +91,10 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         separation_hint: str | None = None,
         use_msc: bool = False,
         overwrite: bool = True,
+        open_file: Callable[..., Any] | None = None,
+        is_multiproc_io: bool = False,
+        use_cached_data_structure: bool = False,
+        use_cpu_shm_for_gpu_tensors: bool = False,
     ) -> None:
         if use_msc or not single_file_per_rank:
             wrong = "use_msc=True" if use_msc else "single_file_per_rank=False"
@@ -93,7 +106,14 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
             separation_hint=separation_hint,
             overwrite=overwrite,
         )
+        unused = {
+            "is_multiproc_io": is_multiproc_io,
+            "use_cached_data_structure": use_cached_data_structure,
+            "use_cpu_shm_for_gpu_tensors": use_cpu_shm_for_gpu_tensors,
+        }
+        _say_unused(", ".join(name for name, value in unused.items() if value))
         self.checkpoint_dir = path
+        self.open_file = open_file
         self.write_buckets: StagedFiles | None = None
         self._buffer: StagingBuffer | None = None
         """Memory that the writing process reads from, until it has ended."""
@@ -107,7 +127,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Copy all values of this rank's plan to shared memory, so that the training may change them again."""
         Path(self.path, METADATA).unlink(missing_ok=True)  # an overwritten checkpoint's, which becomes invalid here
-        self.write_buckets, self._stored = StagedFiles(None, [], 0, str(self.path), self.sync_files), []
+        how = str(self.path), self.sync_files, self.open_file
+        self.write_buckets, self._stored = StagedFiles(None, [], 0, *how), []
         if not plan.items:
             return
         values: dict[Key, torch.Tensor] = {}
@@ -118,7 +139,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         files, (verdict, _) = self._buffer.stage(layout, objects, b"\0" * VERDICT, lambda one: values[one.key])
         sizes = [(name, start, size) for name, start, size, _ in files]
         self._stored = _stored(layout, {key: len(data) for key, data in objects.items()})
-        self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, str(self.path), self.sync_files)
+        self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, *how)
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Any] | None, list[Any]]:
         """Return the function that writes the files, None in place of a function that preloads, and the first one's
@@ -132,6 +153,11 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
     def preload_tensors(write_buckets: StagedFiles, non_blocking: bool = True) -> StagedFiles:
         """Return `write_buckets` unchanged, because `prepare_write_data` has copied all tensors already."""
         return write_buckets
+
+    @staticmethod
+    def register_shm_drain_callback(fn: Callable[[], None] | None) -> None:
+        """Without effect: NVRx's queue would have its writer wait before memory is reused that may still be read, but
+        here no save gets the memory of one that has not ended."""
 
     def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
         """Return the results of this rank's items, or its error as torch sends one to other ranks. Call this after the
@@ -155,16 +181,24 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
 class StagedFiles:
     """Files of a save in shared memory, picklable for the process that writes them. `image`: None without files.
-    `files`: name, offset and length in bytes. `verdict`: offset of the result. `durable`: sync the files."""
+    `files`: name, offset and length in bytes. `verdict`: offset of the result. `durable`: sync the files. `open_file`:
+    None: Penstock's own way of writing."""
 
     def __init__(
-        self, image: SharedImage | None, files: list[tuple[str, int, int]], verdict: int, folder: str, durable: bool
+        self,
+        image: SharedImage | None,
+        files: list[tuple[str, int, int]],
+        verdict: int,
+        folder: str,
+        durable: bool,
+        open_file: Callable[..., Any] | None,
     ) -> None:
         self._image = image
         self.files = files
         self._verdict = verdict
         self._folder = folder
         self._durable = durable
+        self._open_file = open_file
         self._received = False
 
     def __len__(self) -> int:
@@ -174,7 +208,8 @@ class StagedFiles:
         """Send the memory's descriptor to a spawned process, not its contents."""
         assert self._image is not None
         handle = reduction.DupFd(self._image.fd)
-        return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
+        how = self._folder, self._durable, self._open_file
+        return _received, (handle, self._image.nbytes, self.files, self._verdict, *how)
 
     def write(self) -> None:
         """Write the files, then put the result (the text of an error, "" for success) into the memory."""
@@ -196,7 +231,14 @@ class StagedFiles:
     def _write_one(self, region: memoryview, name: str, size: int) -> None:
         path = Path(self._folder, name)
         path.unlink(missing_ok=True)
-        write_file(path, region, size, durable=self._durable, passing=lambda _: None)
+        if self._open_file is None:
+            write_file(path, region, size, durable=self._durable, passing=lambda _: None)
+            return
+        with self._open_file(str(path), "wb") as file:
+            file.write(region[:size])
+            if self._durable:
+                file.flush()
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         if self._received and self._image is not None:
@@ -231,6 +273,8 @@ def _resolved(
 ) -> LocalItem:
     """Return Penstock's item. Put a plain tensor into `values`, else torch.save's bytes into `objects`."""
     data = planner.resolve_data(item)
+    if isinstance(data, torch.Tensor) and data.is_cuda and "dequantize" in type(data).__dict__:
+        data = data.dequantize()  # Transformer Engine's, as their writers do: their readers refuse its own type
     framed = isinstance(data, torch.Tensor) and is_plain(data) and _fits(item, data)
     local = LocalItem.of(item, framed)
     if item.type is WriteItemType.BYTE_IO:
@@ -245,6 +289,12 @@ def _resolved(
 def _fits(item: WriteItem, data: torch.Tensor) -> bool:
     planned = item.tensor_data
     return planned is not None and data.dtype == planned.properties.dtype and data.shape == planned.chunk.sizes
+
+
+@cache
+def _say_unused(names: str) -> None:
+    if names:
+        _log.info("FileSystemWriterAsync: %s: without effect here", names)
 
 
 def _stored(layout: RankLayout, lengths: dict[Key, int]) -> list[tuple[MetadataIndex, StorageInfo]]:
