@@ -116,7 +116,7 @@ def _blank(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _is_whole(tensor: torch.Tensor) -> bool:
     """True for a tensor that can be filled part by part: a plain one, or one split over ranks into plain ones."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return is_plain(local) and not is_lazy(tensor)
+    return is_plain(local) and not is_lazy(tensor) and not local.is_neg() and not local.is_conj()
 
 
 @dataclass
@@ -127,6 +127,8 @@ class RestoreContext:
     """Tensors that parameters share in an optimizer's state (`optimizers.shared`), by its key."""
     versions: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What the saved state_dict of a module said of each module in it, by its key."""
+    done: set[int] = field(default_factory=set)
+    """Dicts and lists of the state, by id(), that became what was saved. At a second place another is made."""
     orders: dict[int, list[int]] = field(default_factory=dict)
     """Each optimizer's `group_order`, by id(). Schedulers need it, so they are restored after the optimizers."""
 
@@ -159,7 +161,15 @@ class StateEntry(ABC):
 
     def hold(self) -> None:
         """Keep what the value has now, for `undo`."""
-        self._undo = self._way_back()
+        try:
+            self._undo = self._way_back()
+        except Exception as error:  # what cannot be copied can be restored, but not back
+            raised = error
+
+            def undo() -> None:
+                raise raised
+
+            self._undo = undo
 
     @abstractmethod
     def put(self) -> None:
@@ -277,10 +287,9 @@ class _OptimizerEntry(StateEntry):
         load_optimizer(self.value, self.loaded, self._parameters, self._shared)
 
     def _way_back(self) -> Callable[[], None] | None:
-        if type(self.value).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-            return super()._way_back()
-        before = dict(vars(self.value))  # torch's own makes new dicts, and leaves the present ones as they are
-        return lambda: vars(self.value).update(before)
+        # torch's own `load_state_dict` leaves the present tensors as they are
+        tensors = list(_tensors(list(self.value.state.values()))) if self.can_raise else []
+        return _attributes(self.value, tensors)
 
 
 class _ModuleEntry(StateEntry):
@@ -356,25 +365,53 @@ class _ModuleEntry(StateEntry):
         filled = [self._tensor(path) for path in self.names.values()] if self._fills else []
         known = {_memory(tensor) for tensor in filled if tensor is not None}  # the restore fills them back
         own = [*self.value.parameters(), *self.value.buffers()]
-        tensors = [(one, one.detach().clone()) for one in own if not is_lazy(one) and _memory(one) not in known]
-        held = [(one, dict(one._parameters), dict(one._buffers)) for one in self.value.modules()]
+        tensors = [one for one in own if not is_lazy(one) and _memory(one) not in known]
+        undo = [_attributes(module, []) for module in self.value.modules()] + [_attributes(None, tensors)]
         extra = [
             (one, copied(one.get_extra_state()))
             for one in self.value.modules()
             if type(one).set_extra_state is not nn.Module.set_extra_state
         ]
 
-        def undo() -> None:
-            for module, parameters, buffers in held:
-                for present, before in ((module._parameters, parameters), (module._buffers, buffers)):
-                    present.clear()
-                    present.update(before)
-            for tensor, values in tensors:
-                _fill(tensor, values)
+        def undo_all() -> None:
+            for each in undo:
+                each()
             for module, value in extra:
                 module.set_extra_state(value)
 
-        return undo
+        return undo_all
+
+
+def _attributes(value: Any, tensors: list[torch.Tensor]) -> Callable[[], None]:
+    """Return the way back to an object's present attributes, to what dicts and lists in them hold, and to the values of
+    tensors."""
+    attributes = {} if value is None else dict(vars(value))
+    held = [pair for each in attributes.values() if type(each) in BUILTIN for pair in _containers(each)]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def undo() -> None:
+        _refill(held)
+        if value is not None:
+            vars(value).clear()
+            vars(value).update(attributes)
+        for tensor, before in values:
+            _fill(tensor, before)
+
+    return undo
+
+
+def _refill(held: list[tuple[Any, Any]]) -> None:
+    for container, content in held:
+        container.clear()
+        container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(inner)
 
 
 @torch.no_grad()
@@ -480,12 +517,13 @@ class _PlainEntry(StateEntry):
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         super().fit(values, around)
+        self._done = around.done
         warn_of_numbers(self.key, self.loaded)
         if not _fits(self.value, self.loaded) and not isinstance(self._state, MutableMapping):
             raise self.misfit(f"the state to restore must be a dict to take it, got {type(self._state).__name__}")
 
     def put(self) -> None:
-        made = become(self.value, self.loaded, set())
+        made = become(self.value, self.loaded, self._done)
         if made is not self.value:
             self._state[self.key] = made  # type: ignore[index]
 
@@ -493,9 +531,7 @@ class _PlainEntry(StateEntry):
         held = list(_containers(self.value))
 
         def undo() -> None:
-            for container, content in held:
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
+            _refill(held)
             if isinstance(self._state, MutableMapping):
                 self._state[self.key] = self.value
 

@@ -7,6 +7,7 @@ The names do not depend on the number of ranks (parameter_names.py, optimizers.p
 from __future__ import annotations
 
 import pickle
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ OURS = "__penstock__"
 CONTAINERS, RECIPES, OPTIMIZERS, VERSIONS = "containers", "recipes", "optimizers", "versions"
 """Tables of each rank under OURS: types and keys of dicts, recipes, tensors that parameters share in optimizers'
 states, versions of modules' states."""
+_SMALL = re.compile(r"torch\.u?int[1-7]")
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
 """Mapping types that a restore makes again, by name. Other mappings are restored as dicts."""
 
@@ -186,6 +188,8 @@ def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 def _unrestorable(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return "has no values yet, because its module is lazy: call the module once, or leave the tensor out"
+    if tensor.is_quantized or _SMALL.fullmatch(str(tensor.dtype)):
+        return f"is of {tensor.dtype}, which torch.save does not keep: save its integers, scale and zero point"
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return f"is a {kind} tensor, which no checkpoint can restore: save the strided tensors that it consists of"
