@@ -149,6 +149,11 @@ def test_what_contains_itself_is_refused(checkpointer: AsyncCheckpointer) -> Non
         checkpointer.save(1, {"x": ring})
 
 
+def test_dicts_of_one_name_are_refused(checkpointer: AsyncCheckpointer) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"two values under the name x\.a\.b: rename a key"):
+        checkpointer.save(1, {"x": {"a.b": {1: 2}, "a": {"b": {"c": 3}}}})
+
+
 def test_a_state_that_cannot_take_it(checkpointer: AsyncCheckpointer) -> None:
     checkpointer.save(1, {"step": 5})
     checkpointer.wait()

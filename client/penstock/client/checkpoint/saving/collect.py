@@ -39,6 +39,8 @@ _SMALL = re.compile(r"torch\.u?int[1-7]")
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
 """Mapping types that a restore makes again, by name. Other mappings are restored as dicts."""
 
+KeyPath = tuple[Any, ...]
+
 
 @dataclass
 class CollectedState:
@@ -128,38 +130,42 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
     return CollectedState(values, paths, signature, loaders, recipes, opaque)
 
 
-def flattened(nested: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+def flattened(nested: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """Return nested values, and the keys that lead to them, by their names in a checkpoint."""
-    values: dict[str, Any] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
+    flat = _Flat({}, {}, {})
     for key, value in nested.items():
         try:
-            _flatten_into(value, (key,), values, paths)
+            flat.add(value, (key,))
         except RecursionError:
             raise _too_deep(key) from None
-    return values, paths
+    return flat.values, flat.paths
 
 
-def _flatten(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
-    """Add nested values and their keys by the names of torch's `flatten_state_dict`, which takes four times as long."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            _flatten_into(inner, (*path, str(key)), values, paths)
-    else:
-        for number, inner in enumerate(value):
-            _flatten_into(inner, (*path, number), values, paths)
+@dataclass
+class _Flat:
+    """Nested values by the names of torch's `flatten_state_dict`, which takes four times as long."""
 
+    values: dict[str, Any]
+    paths: dict[str, KeyPath]
+    containers: dict[str, KeyPath]
 
-def _flatten_into(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
-    if type(value) not in LEAVES and _is_flattened(value):
-        if value:
-            _flatten(value, path, values, paths)
-            return
-        value = {}  # torch would leave an empty dict out
-    name = ".".join(map(str, path))
-    if name in values:
-        raise InvalidArgumentError(f"the state to save has two values under the name {name}: rename a key")
-    values[name], paths[name] = value, path
+    def add(self, value: Any, path: KeyPath) -> None:
+        name = ".".join(map(str, path))
+        if type(value) not in LEAVES and _is_flattened(value):
+            if value:
+                self._claim(name, path, self.containers)
+                pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+                for key, inner in pairs:
+                    self.add(inner, (*path, str(key) if isinstance(value, Mapping) else key))
+                return
+            value = {}  # torch would leave an empty dict out
+        self._claim(name, path, self.paths)
+        self.values[name] = value
+
+    def _claim(self, name: str, path: KeyPath, known: dict[str, KeyPath]) -> None:
+        if name in known:
+            raise InvalidArgumentError(f"the state to save has two values under the name {name}: rename a key")
+        known[name] = path
 
 
 def _is_flattened(value: Any) -> bool:
