@@ -54,7 +54,10 @@ def _made(shape: torch.Size, parts: list[Part]) -> Iterator[torch.Tensor]:
     ranges = sorted(_rows(parts), key=lambda one: one.place)
     if len(ranges) < len(parts) or not hasattr(parts[0].tensor, "__tensor_flatten__"):
         return
-    values = torch.cat([one.tensor.dequantize()[one.begin : one.begin + one.length] for one in ranges])
+    try:
+        values = torch.cat([one.tensor.dequantize()[one.begin : one.begin + one.length] for one in ranges])
+    except Exception:  # a class whose values cannot be compared
+        return
     names, _ = parts[0].tensor.__tensor_flatten__()
     for choice in itertools.product((True, False), repeat=len(names)):
         try:
