@@ -195,7 +195,7 @@ def _unrestorable(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return "has no values yet, because its module is lazy: call the module once, or leave the tensor out"
     if tensor.is_quantized or _SMALL.fullmatch(str(tensor.dtype)):
-        return f"is of {tensor.dtype}, which torch.save does not keep: save its integers, scale and zero point"
+        return f"is of {tensor.dtype}, which no checkpoint can restore: save plain tensors, such as its int_repr()"
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return f"is a {kind} tensor, which no checkpoint can restore: save the strided tensors that it consists of"
