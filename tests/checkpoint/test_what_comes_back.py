@@ -157,7 +157,7 @@ def test_dicts_of_one_name_are_refused(checkpointer: AsyncCheckpointer) -> None:
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_torch_s_own_quantized_tensors_are_refused(checkpointer: AsyncCheckpointer) -> None:
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
-    for tensor in (quantized, torch.empty(2, dtype=torch.uint4)):
+    for tensor in (quantized, torch.empty(2, dtype=torch.uint4)):  # type: ignore[attr-defined]
         with pytest.raises(InvalidArgumentError, match=r"'x.q' of the state to save is of torch.* save plain tensors"):
             checkpointer.save(1, {"x": {"q": tensor}})
 
