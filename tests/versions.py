@@ -35,7 +35,7 @@ TESTS = (
 )
 TOOLS = (
     *("editables", "hatchling", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist"),
-    *("pillow", "torchdata", "transformers", "zstandard"),
+    *("ml-dtypes", "pillow", "torchdata", "transformers", "zstandard"),
 )
 """What the tests need beside the dependencies, in the releases of development."""
 REMOTE = "grpcio-health-checking"
