@@ -383,7 +383,11 @@ def test_what_cannot_be_saved_is_named(checkpointer: AsyncCheckpointer) -> None:
 
 def test_nothing_to_save_is_a_checkpoint_too(checkpointer: AsyncCheckpointer) -> None:
     checkpointer.save(1, {})
-    assert sorted(path.name for path in checkpointer.result().iterdir()) == [".metadata", "index.json", "penstock.json"]
+    assert sorted(path.name for path in Path(checkpointer.result()).iterdir()) == [
+        ".metadata",
+        "index.json",
+        "penstock.json",
+    ]
     assert checkpointer.restore({}) == 1
 
 

@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.client.checkpoint import AsyncCheckpointer, AsyncFileSystemWriter
 from penstock.client.checkpoint.restoring import index
-from penstock.client.checkpoint.restoring.restore import load
-from penstock.client.checkpoint.saving import writer
-from penstock.client.checkpoint.saving.writer import WriteFailed
+from penstock.client.checkpoint.restoring.places import FolderPlace
+from penstock.client.checkpoint.restoring.restore import PinnedCheckpoint, load
+from penstock.client.checkpoint.saving import folder_save
+from penstock.client.checkpoint.saving.save_job import WriteFailed
 from penstock.client.checkpoint.values.objects import bounded
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 from penstock.proto.state.checkpoint_files import (
@@ -191,7 +192,7 @@ def test_folder_swapped_after_commit_empties_none(folder: Path, victim: Path, mo
         if (folder / "step-2").is_dir() and not (folder / "step-2").is_symlink():
             swap(folder / "step-2", victim)
 
-    monkeypatch.setattr(writer, "sync_folder", sync)
+    monkeypatch.setattr(folder_save, "sync_folder", sync)
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(save_of(folder, rank).run) for rank in (0, 1)]:
             with contextlib.suppress(WriteFailed):
@@ -204,7 +205,7 @@ def test_folder_swapped_before_commit_is_an_error(folder: Path, victim: Path, mo
         swap(folder / "step-2.tmp-0abc", victim)
         return checkpoints(path, **options)
 
-    monkeypatch.setattr(writer, "checkpoints", listed)
+    monkeypatch.setattr(folder_save, "checkpoints", listed)
     with ThreadPoolExecutor(2) as pool:
         first, _ = [pool.submit(save_of(folder, rank, timeout_s=2).run) for rank in (0, 1)]
         with pytest.raises(WriteFailed, match=r"step-2\.tmp-0abc was replaced by another process during the save"):
@@ -297,7 +298,7 @@ def test_an_index_of_other_files_is_refused(folder: Path, checkpointer: AsyncChe
 
 def test_random_damage_is_read_or_refused(folder: Path) -> None:
     path = folder / "step-1"
-    save, good = read_manifest(path).save, (path / INDEX).read_bytes()
+    pinned, good = PinnedCheckpoint(1, str(path), read_manifest(path).save), (path / INDEX).read_bytes()
     into, dice, refused = state(), random.Random(7), 0
     for _ in range(300):
         bad = bytearray(good)
@@ -307,7 +308,7 @@ def test_random_damage_is_read_or_refused(folder: Path) -> None:
             bad = bad[: dice.randrange(len(bad))]
         with_index(path, bytes(bad))
         try:
-            load(path, save, copy.deepcopy(into), 0, 1, allow_unsafe_types=False)
+            load(FolderPlace(path.parent), pinned, copy.deepcopy(into), 0, 1, allow_unsafe_types=False)
         except CheckpointError:
             refused += 1
     assert refused > 100
@@ -347,7 +348,7 @@ def test_a_metadata_that_harms_is_refused(
     marker = tmp_path / "ran"
     data = pickled.replace(b"{marker}", str(marker).encode()) + b"."
     with pytest.raises(CheckpointCorruptError, match=rf"^x/\.metadata cannot be read: .*{words}"):
-        index.converted(data, Path("x/.metadata"))
+        index.converted(data, "x/.metadata")
     assert not marker.exists()
 
 

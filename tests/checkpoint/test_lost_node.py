@@ -15,9 +15,10 @@ import torch
 from saved_states import save_of
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.restoring import restore
-from penstock.client.checkpoint.saving import writer
-from penstock.client.checkpoint.saving.writer import WriteFailed
+from penstock.client.checkpoint.restoring import places
+from penstock.client.checkpoint.saving import folder_save
+from penstock.client.checkpoint.saving.folder_save import FolderSave
+from penstock.client.checkpoint.saving.save_job import WriteFailed
 from penstock.proto.errors import DeadlineError
 from penstock.proto.state.checkpoint_files import (
     ASKED,
@@ -54,11 +55,11 @@ def test_a_restore_after_a_lost_node(tmp_path: Path) -> None:
 
 def test_a_writer_that_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training process is gone on both machines, and rank 1's writer has more to write."""
-    monkeypatch.setattr(writer, "SILENCE_S", 0.4)
-    monkeypatch.setattr(writer, "SIGN_S", 0.1)
+    monkeypatch.setattr(FolderSave, "silence_s", 0.4)
+    monkeypatch.setattr(FolderSave, "sign_s", 0.1)
     slow, first = save_of(tmp_path, 1, orphaned=True), save_of(tmp_path, 0, orphaned=True)
 
-    def write(folder: Path) -> list[Any]:
+    def write() -> list[Any]:
         until = time.monotonic() + 1.5
         while time.monotonic() < until:
             slow._progress()
@@ -75,15 +76,15 @@ def test_a_writer_that_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_orphaned_writer_leaves_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer holds as much memory as its rank's state."""
-    monkeypatch.setattr(writer, "SILENCE_S", 0.2)
-    monkeypatch.setattr(writer, "PROBE_S", 0.05)
+    monkeypatch.setattr(FolderSave, "silence_s", 0.2)
+    monkeypatch.setattr(folder_save, "PROBE_S", 0.05)
     with pytest.raises(WriteFailed, match=r"rank 0: its writer showed no sign of life for 0\.4 s after the training"):
         save_of(tmp_path, 1, orphaned=True).run()
     assert not leftovers(tmp_path)
 
 
 def test_ranks_that_train_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "SILENCE_S", 0.05)
+    monkeypatch.setattr(FolderSave, "silence_s", 0.05)
     first = save_of(tmp_path, 0)
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(first.run)
@@ -99,7 +100,7 @@ def test_ranks_that_train_are_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_lock_that_a_lost_machine_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock stays for a while on a network file system. Complete checkpoints are read all the same."""
-    monkeypatch.setattr(restore, "SILENCE_S", 0.3)
+    monkeypatch.setattr(places, "SILENCE_S", 0.3)
     saved(tmp_path)
     with locked(tmp_path, 1):
         with AsyncCheckpointer(tmp_path) as checkpointer:

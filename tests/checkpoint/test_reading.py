@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.restoring import reading, restore
+from penstock.client.checkpoint.restoring import places, reading, restore
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 from penstock.proto.state.checkpoint_files import (
     METADATA,
@@ -64,7 +64,7 @@ def test_a_rank_reads_what_it_needs_and_no_more(tmp_path: Path) -> None:
     """Damage elsewhere is no matter for it; it is for `verify`."""
     with AsyncCheckpointer(tmp_path, threads=1, fsync=False) as checkpointer:
         checkpointer.save(1, {"wanted": torch.ones(100), "other": torch.zeros(200_000)})
-        file = checkpointer.result() / "__0_0.distcp"
+        file = Path(checkpointer.result()) / "__0_0.distcp"
         data = bytearray(file.read_bytes())
         data[5000] ^= 1
         file.write_bytes(data)
@@ -115,7 +115,7 @@ def test_one_that_goes_before_it_is_pinned(tmp_path: Path, monkeypatch: pytest.M
         stale = [one for one in checkpoints(tmp_path) if one.step == 1]
         shutil.rmtree(tmp_path / "step-1")
         answers = [stale]
-        monkeypatch.setattr(restore, "checkpoints", lambda folder: answers.pop() if answers else checkpoints(folder))
+        monkeypatch.setattr(places, "checkpoints", lambda folder: answers.pop() if answers else checkpoints(folder))
         found = {"x": torch.zeros(3)}
         assert checkpointer.restore(found) == 2
         assert found["x"].eq(2).all()

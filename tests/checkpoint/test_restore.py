@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.restoring.restore import load
+from penstock.client.checkpoint.restoring.places import FolderPlace
+from penstock.client.checkpoint.restoring.restore import PinnedCheckpoint, load
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import INDEX, MANIFEST, checkpoints, leftovers, newest, pinned
 
@@ -101,7 +102,7 @@ def test_a_flipped_bit_of_the_index_is_found(checkpointer: AsyncCheckpointer) ->
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointCorruptError, match=r"its index .* must have the checksum .* undamaged one is step=1"):
+    with pytest.raises(CheckpointCorruptError, match=r"index.json must have the checksum .* undamaged one is step=1"):
         back(checkpointer)
 
 
@@ -174,7 +175,8 @@ def test_one_that_is_read_is_not_deleted(tmp_path: Path) -> None:
 def test_all_ranks_load_the_save_that_was_chosen(tmp_path: Path) -> None:
     """A rank that finds another save in its place loads nothing: the ranks choose again."""
     filled(tmp_path, 1)
-    assert load(tmp_path / "step-1", "00000000", {"x": torch.zeros(1000)}, 0, 1, False) is None
+    other = PinnedCheckpoint(1, str(tmp_path / "step-1"), "00000000")
+    assert load(FolderPlace(tmp_path), other, {"x": torch.zeros(1000)}, 0, 1, False) is None
 
 
 def network(seed: int = 0, **options: Any) -> nn.Sequential:

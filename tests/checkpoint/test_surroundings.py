@@ -77,7 +77,7 @@ def test_modules_in_the_writer_s_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "path", [*sys.path, "/elsewhere"])
     with AsyncCheckpointer(tmp_path / "saved") as checkpointer:
         checkpointer.save(1, {"x": torch.ones(3)})
-        assert checkpointer.result().name == "step-1"
+        assert checkpointer.result() == checkpointer.folder / "step-1"
         listed = Path(f"/proc/{checkpointer._writer.pid}/environ").read_bytes()
         assert b"PYTHONPATH=" not in listed or "PYTHONPATH" in os.environ
 

@@ -279,14 +279,20 @@ def test_assignment_is_neutral_outside_a_worker() -> None:
     assert isinstance(here.first_step, int)
 
 
-def test_lazy_names_are_those_of_type_checkers() -> None:
-    import penstock.data
-
-    tree = ast.parse(Path(penstock.data.__file__).read_text())
-    found = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and each.module != "importlib"]
-    pairs = {(name.name, each.module) for each in found for name in each.names if each.module != "typing"}
-    assert {name for name, _ in pairs} == set(penstock.data.__all__) == penstock.data._MODULES.keys()
-    assert pairs == {(name, f"penstock.data.{module}") for name, module in penstock.data._MODULES.items()}
-    assert set(penstock.data.__all__) <= set(dir(penstock.data))
+@pytest.mark.parametrize("name", ["penstock.client", "penstock.client.checkpoint", "penstock.data"])
+def test_lazy_names_are_those_of_type_checkers(name: str) -> None:
+    package: Any = importlib.import_module(name)
+    blocks = [each for each in ast.parse(Path(package.__file__).read_text()).body if isinstance(each, ast.If)]
+    found = [each for block in blocks for each in block.body if isinstance(each, ast.ImportFrom)]
+    pairs = {(one.name, each.module) for each in found for one in each.names}
+    lazy = {
+        (one, name + module if module[0] == "." else module)
+        for module, names in package._BY_MODULE.items()
+        for one in names
+    }
+    assert pairs == lazy
+    assert {one for one, _ in pairs} == set(package.__all__) <= set(dir(package))
+    for one in package.__all__:
+        assert getattr(package, one) is not None
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-        penstock.data.Nothing  # type: ignore[attr-defined]  # noqa: B018
+        package.Nothing  # noqa: B018

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from penstock.client.checkpoint.saving.folder_save import FolderSave
 from penstock.client.checkpoint.saving.planning import described
-from penstock.client.checkpoint.saving.writer import SaveJob
 
 __all__ = ["Position", "mark_of", "save_of", "state_of"]
 
@@ -56,7 +56,7 @@ def mark_of(state: dict[str, Any]) -> int:
     return int(marks.pop())
 
 
-def save_of(folder: Path, rank: int, *, orphaned: bool = False, **changes: Any) -> SaveJob:
+def save_of(folder: Path, rank: int, *, orphaned: bool = False, **changes: Any) -> FolderSave:
     """The part of one of two ranks in a save of step 2 with nothing to write."""
     metadata = Metadata({}, {}, storage_meta=StorageMeta())
     index = described(metadata, [])
@@ -77,4 +77,4 @@ def save_of(folder: Path, rank: int, *, orphaned: bool = False, **changes: Any) 
         "commit": {"plan": {"0": [], "1": []}, "index": [0, len(index)]},
         **changes,
     }
-    return SaveJob(request, memoryview(index), lambda reply: None, lambda: orphaned)
+    return FolderSave(request, memoryview(index), lambda reply: None, lambda: orphaned)

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import base64
 import fcntl
-import importlib.util
 import io
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 __all__ = ["ROOM", "THIS", "Operation", "When", "forget", "operations", "points", "stop_at"]
@@ -237,27 +234,14 @@ def _install(tracer: _Tracer) -> None:
     vars(io)["open"] = io_open
 
 
-def _writer() -> ModuleType:
-    """The real one, by its path: with its package comes torch."""
-    import penstock
-
-    name = "client/checkpoint/saving/writer.py"
-    path = next(Path(root) / name for root in penstock.__path__ if (Path(root) / name).exists())
-    spec = importlib.util.spec_from_file_location("writer", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["writer"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _main() -> None:
-    writer, tracer = _writer(), _Tracer(Path(os.environ[ROOM]))
+    from penstock.client.checkpoint.saving import folder_save, writer
+
+    tracer = _Tracer(Path(os.environ[ROOM]))
     _install(tracer)
-    vars(writer)["PROBE_S"] = 1e9  # a rank that waits for a slow one would do more to the disk than in another save
-    run = writer.SaveJob.run
-    vars(writer)["SaveJob"].run = lambda save: tracer.save(save.rank, lambda: run(save))
+    folder_save.PROBE_S = 1e9  # a rank that waits for a slow one would do more to the disk than in another save
+    run = folder_save.FolderSave.run
+    vars(folder_save)["FolderSave"].run = lambda save: tracer.save(save.rank, lambda: run(save))
     writer.main()
 
 

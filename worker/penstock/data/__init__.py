@@ -1,10 +1,11 @@
 """Sources of training data with an exact position, for an input_fn or a plain torch DataLoader.
 
-Each name is imported when first used, because torch takes 2 s to import and converting or indexing does not need it.
+Each name is imported when first used: converting and indexing do not need torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from penstock.runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from penstock.data.converting.convert import Converted, convert_dataset
@@ -85,48 +86,38 @@ __all__ = [
 ]
 
 _BY_MODULE = {
-    "converting.convert": ["Converted", "convert_dataset"],
-    "formats.lance": ["LanceRows"],
-    "formats.media.clips": ["AudioClip", "VideoClip"],
-    "formats.megatron": ["MegatronDocuments"],
-    "loading.counting": ["Counts"],
-    "loading.map_loader": ["MapLoader"],
-    "loading.streaming_loader": ["StreamingLoader"],
-    "ordering.balance": ["Balance"],
-    "sharded.energon_blend": ["energon_blend", "energon_concat"],
-    "sharded.layers.chunked": ["Chunked"],
-    "sharded.layers.mapped": ["Filtered", "Mapped", "SkipSample"],
-    "sharded.layers.mixture": ["Mixture"],
-    "sharded.layers.mixture_schedule": ["Ramp", "Schedule"],
-    "sharded.layers.packed": ["Packed"],
-    "sharded.layers.packed_rows": ["collate_packed"],
-    "sharded.layers.repeated": ["Repeated"],
-    "sharded.layers.windows": ["Grouped", "WindowShuffled"],
-    "sharded.megatron_blend": ["megatron_blend"],
-    "sharded.protocol": ["Cursor", "ShardedSource"],
-    "sharded.shard_loader": ["ShardLoader"],
-    "sharded.sources.lines": ["LineFile"],
-    "sharded.sources.logical_shards": ["LogicalShards"],
-    "sharded.sources.savable": ["Savable"],
-    "streaming_dataset": ["StreamingDataset"],
-    "streams": ["Stream"],
-    "synthetic_dataset": ["SyntheticDataset"],
-    "writing.index_folder": ["index_folder"],
-    "writing.index_parquet": ["index_parquet"],
-    "writing.merge_index": ["merge_index"],
-    "writing.text_writers": ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"],
-    "writing.writers": ["MDSWriter"],
+    ".converting.convert": ["Converted", "convert_dataset"],
+    ".formats.lance": ["LanceRows"],
+    ".formats.media.clips": ["AudioClip", "VideoClip"],
+    ".formats.megatron": ["MegatronDocuments"],
+    ".loading.counting": ["Counts"],
+    ".loading.map_loader": ["MapLoader"],
+    ".loading.streaming_loader": ["StreamingLoader"],
+    ".ordering.balance": ["Balance"],
+    ".sharded.energon_blend": ["energon_blend", "energon_concat"],
+    ".sharded.layers.chunked": ["Chunked"],
+    ".sharded.layers.mapped": ["Filtered", "Mapped", "SkipSample"],
+    ".sharded.layers.mixture": ["Mixture"],
+    ".sharded.layers.mixture_schedule": ["Ramp", "Schedule"],
+    ".sharded.layers.packed": ["Packed"],
+    ".sharded.layers.packed_rows": ["collate_packed"],
+    ".sharded.layers.repeated": ["Repeated"],
+    ".sharded.layers.windows": ["Grouped", "WindowShuffled"],
+    ".sharded.megatron_blend": ["megatron_blend"],
+    ".sharded.protocol": ["Cursor", "ShardedSource"],
+    ".sharded.shard_loader": ["ShardLoader"],
+    ".sharded.sources.lines": ["LineFile"],
+    ".sharded.sources.logical_shards": ["LogicalShards"],
+    ".sharded.sources.savable": ["Savable"],
+    ".streaming_dataset": ["StreamingDataset"],
+    ".streams": ["Stream"],
+    ".synthetic_dataset": ["SyntheticDataset"],
+    ".writing.index_folder": ["index_folder"],
+    ".writing.index_parquet": ["index_parquet"],
+    ".writing.merge_index": ["merge_index"],
+    ".writing.text_writers": ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"],
+    ".writing.writers": ["MDSWriter"],
 }
-"""Module, relative to this package -> its public names."""
-_MODULES = {name: module for module, names in _BY_MODULE.items() for name in names}
 
 if not TYPE_CHECKING:  # type checkers would take any name for one of this package
-
-    def __getattr__(name: str) -> object:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = lazy_names(globals(), _BY_MODULE)

@@ -2,7 +2,7 @@
 
     save:  collect ─> agree with the other ranks ─> stage to shared memory ─> send to the writer process ─> return
                                                                                      │
-    files on the disk ─> commit by rank 0's writer <─────────────────────────────────┘
+    files in their place ─> commit by rank 0's writer <──────────────────────────────┘
 
 The ranks communicate only in `save` and `restore`, on the training thread: one small exchange, and a larger one if the
 structure of the state has changed. Each rank learns from its writer how a save ended, and shares the result at the next
@@ -12,10 +12,10 @@ that at once, and all ranks raise it at the next save."""
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
-import shutil
-import tempfile
+import secrets
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +28,8 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 
 from penstock.client.checkpoint.restoring.check import differences
-from penstock.client.checkpoint.restoring.restore import TRIES, LoadedCheckpoint, chosen, load
+from penstock.client.checkpoint.restoring.places import FolderPlace, place_at
+from penstock.client.checkpoint.restoring.restore import TRIES, LoadedCheckpoint, PinnedCheckpoint, chosen, load
 from penstock.client.checkpoint.saving.agreement import AgreedSave, Agreement
 from penstock.client.checkpoint.saving.ranks import Ranks
 from penstock.client.checkpoint.saving.save_lock import CallLock, SignalWatch
@@ -36,9 +37,6 @@ from penstock.client.checkpoint.saving.staging import Staged, StagingBuffer
 from penstock.client.checkpoint.saving.writer_process import PendingSave, WriterProcess, wait_all
 from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError
-from penstock.proto.state.checkpoint_files import checkpoints, step_name
-from penstock.proto.state.torch_checkpoints import check_newer
-from penstock.proto.tracebacks import warn_user
 from penstock.runtime.process.forks import OwnerProcess
 
 _log = logging.getLogger("penstock.checkpoint")
@@ -60,7 +58,7 @@ class Progress:
 
 
 class AsyncCheckpointer:
-    """Checkpoints in a folder: saved asynchronously, committed atomically, restored on any number of ranks.
+    """Checkpoints in a folder or a bucket: saved asynchronously, committed atomically, restored on any number of ranks.
 
     Every rank creates an AsyncCheckpointer, and all ranks call `save` and `restore` together. A checkpoint exists
     completely, with model and loader at the same step, or not at all.
@@ -75,13 +73,19 @@ class AsyncCheckpointer:
                     checkpointer.save(step, {"model": model, "optimizer": optimizer, "loader": loader})
 
     Args:
-        folder: path that all ranks see; created if missing.
+        folder: path that all ranks see, created if missing; or s3://BUCKET/RUN in an object store that speaks S3 and
+            knows conditional writes, which no other running job may use.
+        local: for a bucket: folder on this machine's disk for copies of this rank's files of the newest checkpoint. A
+            restore reads what is undamaged there, and the rest from the bucket. Only the bucket says which checkpoints
+            exist.
+        storage_options: for a bucket: options of s3fs, such as a key or an endpoint, in values of JSON; else the
+            environment and the machine's role decide, as for other programs.
         keep_last: number of the newest checkpoints to keep, others are deleted; None: keep all.
         keep_every: also keep the checkpoints at multiples of this step; needs keep_last.
         threads: number of writing threads on each rank, and largest number of files (twice with separation_hint).
         separation_hint: prefix of the names of values that are saved in separate files. None: all share the files.
-        fsync: True: a complete checkpoint survives a power failure. (If only the process stops, nothing is lost
-            anyway.)
+        fsync: True: a complete checkpoint in a folder survives a power failure. (If only the process stops, nothing is
+            lost anyway.)
         buffers: number of saves that may be unwritten at a time. 1: save() waits until the previous save is written. 2:
             save() waits only for the save before the previous one, and two copies of the state take twice the memory.
         timeout_s: seconds after which a save that is not on the disk has failed. A rank waits a minute longer for
@@ -102,6 +106,8 @@ class AsyncCheckpointer:
         self,
         folder: str | os.PathLike[str],
         *,
+        local: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         threads: int = 2,
@@ -126,7 +132,19 @@ class AsyncCheckpointer:
             raise InvalidArgumentError(f'AsyncCheckpointer: on_exit must be "finish" or "abandon", got {on_exit!r}')
         if keep_every is not None and keep_last is None:
             raise InvalidArgumentError(f"AsyncCheckpointer: keep_every={keep_every} needs keep_last, got none")
-        self.folder = Path(folder).absolute()
+        self._place = place_at(folder, timeout_s, local=local, storage_options=storage_options)
+        self.address = self._place.address
+        """Path of the folder, or URL without credentials."""
+        if isinstance(self._place, FolderPlace) and not (local is None and storage_options is None):
+            raise InvalidArgumentError(
+                f"AsyncCheckpointer: local and storage_options are for a bucket s3://BUCKET/RUN, got {self.address!r}"
+            )
+        self._where: dict[str, Any] = {
+            "address": self.address,
+            "folder": os.fspath(folder).rstrip("/") if self._in_bucket else self.address,
+            "local": None if local is None else str(Path(local).absolute()),
+            "storage_options": _as_json(storage_options),
+        }
         self._keep_last, self._keep_every = keep_last, keep_every
         self._threads, self._hint, self._fsync = threads, separation_hint, fsync
         self._timeout_s, self._on_exit = timeout_s, on_exit
@@ -146,6 +164,19 @@ class AsyncCheckpointer:
         self._writer.start()
         self._signals = SignalWatch(on_signal)
         weakref.finalize(self, self._signals.close)
+
+    @property
+    def _in_bucket(self) -> bool:
+        return not isinstance(self._place, FolderPlace)
+
+    @property
+    def folder(self) -> Path:
+        """The folder. Raises CheckpointError for a bucket, which has an `address`."""
+        if self._in_bucket:
+            raise CheckpointError(
+                f"this AsyncCheckpointer saves into a bucket, which is no folder: use {self.address!r}"
+            )
+        return Path(self.address)
 
     # ---- saving
 
@@ -180,7 +211,7 @@ class AsyncCheckpointer:
                 return False
             self._collect_ended()
             in_flight = [one.request["save"] for one in self._in_flight]
-            self._submit(step, self._agreement.agree_on_save(step, self.folder, state, self._unraised, in_flight))
+            self._submit(step, self._agreement.agree_on_save(step, self.address, state, self._unraised, in_flight))
         return True
 
     def signalled(self) -> bool:
@@ -209,7 +240,7 @@ class AsyncCheckpointer:
                 if self._in_flight:
                     continue
                 self._collect_ended()
-                agreed = self._agreement.agree_on_save(0, self.folder, state, self._unraised, [])
+                agreed = self._agreement.agree_on_save(0, self.address, state, self._unraised, [])
                 for buffer in self._buffers:
                     self._stage(agreed, buffer)
                 return
@@ -223,7 +254,7 @@ class AsyncCheckpointer:
             "step": step,
             "rank": ranks.rank,
             "ranks": ranks.size,
-            "folder": str(self.folder),
+            **self._where,
             "files": [],
             "error": None,
             "threads": self._threads,
@@ -293,7 +324,7 @@ class AsyncCheckpointer:
             DeadlineError: `timeout_s` seconds have passed; the saves continue. With timeout_s=None there is no limit
                 besides the checkpointer's timeout_s.
         """
-        self._owner.check(f"AsyncCheckpointer({str(self.folder)!r})")
+        self._owner.check(f"AsyncCheckpointer({self.address!r})")
         wait_all(self._writer, list(self._pending), timeout_s)
         with self._calls.one("wait"):
             self._collect_ended()
@@ -302,27 +333,22 @@ class AsyncCheckpointer:
         if errors:
             raise errors[0]
 
-    def result(self, timeout_s: float | None = None) -> Path:
-        """Wait until the checkpoint of the last save() is on the disk, and return its path. Raises the errors of
-        `wait`, also those of earlier saves; CheckpointError before the first save()."""
+    def result(self, timeout_s: float | None = None) -> Path | str:
+        """Wait until the checkpoint of the last save() is on the disk, and return its path, in a bucket its URL. Raises
+        the errors of `wait`, also those of earlier saves; CheckpointError before the first save()."""
         if self._last is None:
             raise CheckpointError("AsyncCheckpointer.result() must be called after save(): nothing was saved yet")
         self.wait(timeout_s)
         if self._last.error is not None:
             raise self._last.error
-        return self.folder / step_name(self._last.step)
+        address = self._place.address_of(self._last.step, self._last.request["save"])
+        return address if self._in_bucket else Path(address)
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint in the folder; None if it has none. That is the one saved
         last, whose step need not be the largest. Warns of newer checkpoints that are damaged, or of torch's `dcp.save`.
         Raises CheckpointNotFoundError if it has only such ones."""
-        found = checkpoints(self.folder)
-        check_newer(self.folder, found[0] if found else None)
-        for one in found:
-            if not one.damage:
-                return one.step
-            warn_user(f"the checkpoint {one.path} is damaged: {one.damage}. latest() ignores this checkpoint")
-        return None
+        return self._place.latest()
 
     def newest(self) -> int | None:
         """Return the step that `restore` would load; None if the folder has no checkpoint. All ranks call this
@@ -378,25 +404,23 @@ class AsyncCheckpointer:
         for _ in range(TRIES):
             with ExitStack() as held:
                 choice = self._choose("restore", held, step, verify)
-                if "path" not in choice:
+                if "address" not in choice:
                     return None
                 if self._load(choice, state, allow_unsafe_types):
                     return int(choice["step"])
         raise CheckpointError(
-            f"{self.folder}: another save replaced the checkpoint {TRIES} times. Wait until no job saves there"
+            f"{self.address}: another save replaced the checkpoint {TRIES} times. Wait until no job saves there"
         )
 
     def _choose(self, call: str, held: ExitStack, step: int | None, verify: bool) -> dict[str, Any]:
-        """Let rank 0 choose the checkpoint to restore, pinned until `held` is closed. Without "path" there is none."""
+        """Let rank 0 choose the checkpoint to restore, pinned until `held` is closed. No "address": there is none."""
         ranks = self._ranks
 
         def choosing() -> dict[str, Any]:
             if ranks.rank:
                 return {"asked": step}
-            found = held.enter_context(chosen(self.folder, step, self._timeout_s, verify))
-            if found is None or found.manifest is None:
-                return {"asked": step}
-            return {"asked": step, "path": str(found.path), "step": found.step, "save": found.manifest.save}
+            found = held.enter_context(chosen(self._place, step, verify))
+            return {"asked": step} if found is None else {"asked": step, **found._asdict()}
 
         answers = ranks.together(call, "nothing was restored", choosing)
         if any(answer["asked"] != step for answer in answers):
@@ -410,8 +434,7 @@ class AsyncCheckpointer:
 
         def loading() -> dict[str, Any]:
             nonlocal loaded
-            path, ranks = Path(choice["path"]), self._ranks
-            loaded = load(path, choice["save"], state, ranks.rank, self._threads, unsafe)
+            loaded = load(self._place, _pinned(choice), state, self._ranks.rank, self._threads, unsafe)
             return {"there": loaded is not None, "can_raise": loaded is not None and loaded.can_raise}
 
         def putting() -> dict[str, Any]:
@@ -419,7 +442,7 @@ class AsyncCheckpointer:
             loaded.put(keep=can_raise)
             return {}
 
-        what = f"{choice['path']} was not restored"
+        what = f"{choice['address']} was not restored"
         answers = self._ranks.together("restore", what, loading)
         if not all(answer["there"] for answer in answers):
             return False
@@ -443,36 +466,32 @@ class AsyncCheckpointer:
 
         Returns a line for each value that would not come back, by its name in the checkpoint, of all ranks; [] if all
         would. Raises the errors of `save`, which refuses what cannot be restored."""
-        ranks = self._ranks
-
-        def folder() -> dict[str, str]:
-            if ranks.rank:
-                return {}
-            self.folder.mkdir(parents=True, exist_ok=True)
-            return {"folder": tempfile.mkdtemp(prefix=".check-", dir=self.folder)}
-
         self._check_open()
         with self._calls.one("check", hold=False):
-            place = ranks.together("check", "nothing was checked", folder)[0]["folder"]
+            own = {"name": f".check-{secrets.token_hex(4)}"}
+            name = self._ranks.together("check", "nothing was checked", lambda: own)[0]["name"]
+            place, options = f"{self._where['folder']}/{name}", self._where["storage_options"]
             try:
-                with AsyncCheckpointer(place, threads=self._threads, fsync=False, group=self._group) as trial:
+                with AsyncCheckpointer(
+                    place, storage_options=options, threads=self._threads, fsync=False, group=self._group
+                ) as trial:
                     trial.save(0, state)
                     trial.wait()
                     return trial._differences(state)
             finally:
-                if ranks.rank == 0:
-                    shutil.rmtree(place, ignore_errors=True)
+                if self._ranks.rank == 0:
+                    place_at(place, self._timeout_s, storage_options=options).clear()
 
     def _differences(self, state: Mapping[str, Any]) -> list[str]:
         ranks = self._ranks
 
         def comparing() -> dict[str, Any]:
             try:
-                loaded = load(Path(choice["path"]), choice["save"], state, ranks.rank, self._threads, False)
+                loaded = load(self._place, _pinned(choice), state, ranks.rank, self._threads, False)
                 assert loaded is not None
                 return {"lines": differences(loaded, state, ranks.rank, ranks.size)}
             except CheckpointError as error:
-                return {"lines": [error.message.replace(choice["path"], "the checkpoint")]}
+                return {"lines": [error.message.replace(choice["address"], "the checkpoint")]}
 
         with ExitStack() as held:
             choice = self._choose("check", held, None, False)
@@ -517,7 +536,19 @@ class AsyncCheckpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this AsyncCheckpointer is closed: create another one")
-        self._owner.check(f"AsyncCheckpointer({str(self.folder)!r})")
+        self._owner.check(f"AsyncCheckpointer({self.address!r})")
+
+
+def _pinned(choice: dict[str, Any]) -> PinnedCheckpoint:
+    return PinnedCheckpoint(choice["step"], choice["address"], choice["save"])
+
+
+def _as_json(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the options, which the writer process gets as JSON."""
+    try:
+        return None if options is None else dict(json.loads(json.dumps(dict(options))))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"AsyncCheckpointer: storage_options must have values of JSON: {error}") from error
 
 
 @contextmanager

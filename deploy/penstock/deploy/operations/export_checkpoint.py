@@ -37,14 +37,14 @@ class _Leaf(NamedTuple):
         return type(self.value) in (torch.Tensor, torch.nn.Parameter)
 
 
-def show_export(path: Path, to: Path, key: str | None, leave_out: bool, as_json: bool) -> None:
+def show_export(where: str, to: Path, key: str | None, leave_out: bool, as_json: bool) -> None:
     """Write a checkpoint's values to a file, and print how many. The file appears complete, or not at all."""
     if to.suffix not in (".safetensors", ".pt") or not to.parent.is_dir():
         raise InvalidArgumentError(f"--to must be FILE.safetensors or FILE.pt in an existing folder, got {to}")
     is_torchs = to.suffix == ".pt"
     refusal = _torch_refusal if is_torchs else _safetensors_refusal()
-    path = one_checkpoint(path)
-    state = read_state(path, key)
+    place, path = one_checkpoint(where)
+    state = read_state(place, path, key)
     values = state if key is None or not isinstance(state[key], dict) else state[key]
     leaves = list(_leaves(values, "", TORCH_DICTS if is_torchs else (*TORCH_DICTS, defaultdict)))
     refused = {leaf.name: why for leaf in leaves if (why := refusal(leaf))}
@@ -62,7 +62,7 @@ def show_export(path: Path, to: Path, key: str | None, leave_out: bool, as_json:
     tensors = sum(isinstance(value, torch.Tensor) for value in kept.values())
     nbytes = to.stat().st_size
     if as_json:
-        found = {"file": str(to), "checkpoint": str(path), "tensors": tensors, "objects": len(kept) - tensors}
+        found = {"file": str(to), "checkpoint": path, "tensors": tensors, "objects": len(kept) - tensors}
         print(json.dumps({**found, "bytes": nbytes, "left_out": list(refused)}, indent=2))
         return
     print(f"{to}: {tensors} tensors and {len(kept) - tensors} objects of {path}, {size(nbytes)}")

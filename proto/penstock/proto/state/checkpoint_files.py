@@ -164,7 +164,7 @@ class Manifest:
         return json.dumps({"checkpoint": body, "xxh3": _checksum(body)}, indent=1).encode() + b"\n"
 
     @classmethod
-    def decode(cls, data: bytes, where: Path, *, parts: bool = True) -> Manifest:
+    def decode(cls, data: bytes, where: Path | str, *, parts: bool = True) -> Manifest:
         """`where`: its path, for messages; `parts` False: without the files' `parts`, whose check takes most of the
         time. Raises CheckpointCorruptError for damage or a newer format."""
         try:

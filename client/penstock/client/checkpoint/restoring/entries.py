@@ -12,7 +12,6 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class SavedEntries:
-    path: Path
+    path: str
     index: dict[str, SavedValue]
     paths: dict[str, KeyPath]
     """Keys that lead to each saved value: "model.weight" has ("model", "weight")."""

@@ -44,7 +44,7 @@ class SavedValue(NamedTuple):
     archives: list[Archive]
 
 
-def converted(metadata: bytes, where: Path) -> bytes:
+def converted(metadata: bytes, where: str) -> bytes:
     command = [sys.executable, "-I", "-S", str(READER)]
     try:
         done = subprocess.run(
@@ -58,7 +58,7 @@ def converted(metadata: bytes, where: Path) -> bytes:
     return done.stdout
 
 
-def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> dict[str, SavedValue]:
+def read_index(data: bytes, where: str, files: Mapping[str, int]) -> dict[str, SavedValue]:
     """Return a checkpoint's values by name, from index.json. `where`: for errors. `files`: lengths in bytes."""
     try:
         index = json.loads(data)

@@ -8,10 +8,10 @@ tensors are copied at once."""
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,15 +23,14 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from penstock.client.checkpoint.restoring.entries import ReadRequest
 from penstock.client.checkpoint.restoring.index import SavedValue
+from penstock.client.checkpoint.restoring.sources import RUN, Source, SourceFile, bytes_of
 from penstock.client.checkpoint.values.objects import load_tensor
 from penstock.client.checkpoint.values.tensor_classes import Part, joined
 from penstock.client.checkpoint.values.torch_frames import frame_of, is_plain
 from penstock.client.checkpoint.values.torch_private import copy_all, find_state_dict_object
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 from penstock.proto.state.checkpoint_files import CheckpointFile
-from penstock.runtime.files.plain_files import open_plain
 
-RUN = 16 << 20
 SMALL = 8 << 20
 """Bytes that a restore reads without threads, because Python's work for each entry takes longer."""
 MAX_UNNEEDED_BYTES = 4 << 10
@@ -111,7 +110,7 @@ class _Archive:
 
 
 def read(
-    folder: int,
+    source: Source,
     files: Mapping[str, CheckpointFile],
     index: Mapping[str, SavedValue],
     wanted: dict[str, ReadRequest],
@@ -119,7 +118,7 @@ def read(
     threads: int,
 ) -> tuple[dict[str, Any], list[FillRequest]]:
     """Read the requested values. Return tensors and objects by name, and requests to copy values into the user's
-    tensors, which the caller carries out once all values are checked. `folder`: descriptor."""
+    tensors, which the caller carries out once all values are checked."""
     by_file: dict[str, list[_Archive]] = defaultdict(list)
     for name, archive in _archives(index, wanted):
         by_file[name].append(archive)
@@ -127,42 +126,31 @@ def read(
     fills: list[FillRequest] = []
     objects: dict[str, bytes] = {}
     whole: dict[str, list[Part]] = defaultdict(list)
-    handles: list[int] = []
     tasks = []
-    try:
+    with ExitStack() as opened:
         for name, archives in by_file.items():
             file = files.get(name)
             if file is None:
                 raise CheckpointCorruptError(f"the checkpoint's manifest must list the file {name}")
-            handles.append(_open(folder, file))
+            handle = source.open(file)
+            opened.callback(handle.close)
             if file.xxh3 and not file.parts:
-                _check_whole(handles[-1], file)
-            reader = _Reader(handles[-1], file, fills, objects, whole)
+                _check_whole(handle, file)
+            reader = _Reader(handle, file, fills, objects, whole)
             tasks += [(reader, run) for run in _runs(archives)]
         if sum(archive.length for archives in by_file.values() for archive in archives) <= SMALL:
             for reader, run in tasks:
                 reader.read(run)
         else:
-            with ThreadPoolExecutor(threads) as pool:
+            with ThreadPoolExecutor(max(threads, source.least_threads)) as pool:
                 for _ in pool.map(lambda task: task[0].read(task[1]), tasks):
                     pass
-    finally:
-        for handle in handles:
-            os.close(handle)
     FillRequest.check(fills)
     for name, data in objects.items():
         found[name] = load(name, data)
     for name, parts in whole.items():
         found[name] = joined(name, found[name], parts)
     return found, fills
-
-
-def read_file(folder: int, file: CheckpointFile) -> bytes:
-    handle = _open(folder, file)
-    try:
-        return bytes(_read(handle, 0, file.nbytes, file.name).numpy())
-    finally:
-        os.close(handle)
 
 
 def _archives(index: Mapping[str, SavedValue], wanted: dict[str, ReadRequest]) -> Iterator[tuple[str, _Archive]]:
@@ -200,7 +188,7 @@ def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:
 class _Reader:
     def __init__(
         self,
-        handle: int,
+        handle: SourceFile,
         file: CheckpointFile,
         fills: list[FillRequest],
         objects: dict[str, bytes],
@@ -216,18 +204,30 @@ class _Reader:
     def read(self, run: list[_Archive]) -> None:
         begin = run[0].offset
         end = self._end(run[-1])
-        data = _read(self._handle, begin, end - begin, self._file.name)
-        view = _bytes_of(data)
+        view = self._checked(run, begin, end)
         keep = _is_kept(run, end - begin)
         for archive in run:
             start = archive.offset - begin
-            self._check(archive, view[start : self._end(archive) - begin])
             if archive.shape is None:
                 self._objects[archive.name] = bytes(view[start : start + archive.length])
             else:
                 values = _values(view[start : start + archive.length], archive.name, archive.shape)
                 for piece in archive.pieces:
                     self._fill(archive.name, piece, values, keep=keep)
+
+    def _checked(self, run: list[_Archive], begin: int, end: int) -> memoryview:
+        """Return the bytes of the first copy in which all archives are undamaged."""
+        damage: CheckpointCorruptError | None = None
+        for data in self._handle.copies(begin, end - begin):
+            view = bytes_of(data)
+            try:
+                for archive in run:
+                    self._check(archive, view[archive.offset - begin : self._end(archive) - begin])
+                return view
+            except CheckpointCorruptError as error:
+                damage = error
+        assert damage is not None
+        raise damage
 
     def _end(self, archive: _Archive) -> int:
         """Offset after the last byte that the archive's hash covers, with the padding."""
@@ -296,39 +296,11 @@ def _narrow(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> t
     return tensor
 
 
-def _open(folder: int, file: CheckpointFile) -> int:
-    try:
-        handle = open_plain(file.name, folder=folder)
-    except OSError as error:
-        raise CheckpointCorruptError(f"the file {file.name} cannot be read: {error.strerror}") from error
-    if (nbytes := os.fstat(handle).st_size) < file.nbytes:  # compared before memory is allocated for the contents
-        os.close(handle)
-        raise CheckpointCorruptError(f"the file {file.name} must have {file.nbytes:,} bytes, got {nbytes:,}")
-    return handle
-
-
-def _read(handle: int, begin: int, nbytes: int, name: str) -> torch.Tensor:
-    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    view, done = _bytes_of(data), 0
-    while done < nbytes:
-        try:
-            count = os.preadv(handle, [view[done:]], begin + done)
-        except OSError as error:
-            raise CheckpointCorruptError(f"the file {name} cannot be read: {error.strerror}") from error
-        if not count:
-            raise CheckpointCorruptError(f"the file {name} must have {begin + nbytes:,} bytes, got {begin + done:,}")
-        done += count
-    return data
-
-
-def _bytes_of(data: torch.Tensor) -> memoryview:
-    return memoryview(data.numpy())  # type: ignore[arg-type]
-
-
-def _check_whole(handle: int, file: CheckpointFile) -> None:
+def _check_whole(handle: SourceFile, file: CheckpointFile) -> None:
     """Check a file whose manifest has no checksums of single archives."""
     hasher = xxhash.xxh3_128()
     for begin in range(0, file.nbytes, RUN):
-        hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))
+        *_, data = handle.copies(begin, min(RUN, file.nbytes - begin))
+        hasher.update(bytes_of(data))
     if hasher.hexdigest() != file.xxh3:
         raise CheckpointCorruptError(f"the file {file.name} must have the checksum {file.xxh3}, got another")

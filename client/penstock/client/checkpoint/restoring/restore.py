@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import xxhash
+from typing import Any, NamedTuple
 
 from penstock.client.checkpoint.restoring.entries import RestoreContext, SavedEntries, StateEntry, entry_for
 from penstock.client.checkpoint.restoring.index import SavedValue, converted, read_index
-from penstock.client.checkpoint.restoring.reading import FillRequest, read, read_file
+from penstock.client.checkpoint.restoring.places import Place
+from penstock.client.checkpoint.restoring.reading import FillRequest, read
+from penstock.client.checkpoint.restoring.sources import Source
 from penstock.client.checkpoint.saving.collect import OPTIMIZERS, OURS, RECIPES, VERSIONS
 from penstock.client.checkpoint.values.objects import load_object
 from penstock.client.checkpoint.values.plain_values import decode
@@ -24,98 +23,42 @@ from penstock.proto.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
-    DeadlineError,
     InvalidArgumentError,
-    PenstockError,
 )
-from penstock.proto.state.checkpoint_files import (
-    INDEX,
-    METADATA,
-    CheckpointFile,
-    FoundCheckpoint,
-    Manifest,
-    checkpoints,
-    damage,
-    locked,
-    put_back,
-)
-from penstock.proto.state.torch_checkpoints import check_newer, opened, torch_checkpoints, torch_step
+from penstock.proto.state.checkpoint_files import INDEX, METADATA, CheckpointFile, Manifest
 
-SILENCE_S = 8.0
-"""Seconds without a sign of life from another process's save, whose machine may be gone, until a restore ignores it."""
 TRIES = 20
 """Attempts to choose a checkpoint: another process may delete it before it is pinned."""
 
 
+class PinnedCheckpoint(NamedTuple):
+    step: int
+    address: str
+    save: str
+
+
 @contextmanager
-def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[FoundCheckpoint | None]:
+def chosen(place: Place, step: int | None, verify: bool) -> Iterator[PinnedCheckpoint | None]:
     """Choose the checkpoint to restore, pinned in the `with`; wait for a save that another process is making."""
-    _settle(folder, timeout_s)
+    place.settle()
     for turn in range(TRIES):
-        found = _choose(folder, step)
+        found = place.choose(step)
         if found is None:
             yield None
             return
         try:
-            with opened(found.path) as (handle, _):
-                assert found.manifest is not None
-                if verify and (wrong := "; ".join(damage(_through(handle), found.manifest, contents=True))):
-                    raise _damaged(found.path, wrong)
-                yield found
+            with place.open(found.address) as (source, manifest):
+                if verify and (wrong := "; ".join(source.damage(manifest, contents=True))):
+                    raise place.damaged(found.address, wrong)
+                yield PinnedCheckpoint(*found, manifest.save)
                 return
         except CheckpointNotFoundError:
             if turn == TRIES - 1:
                 raise
 
 
-def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
-    found = checkpoints(folder)
-    if step is None:
-        check_newer(folder, found[0] if found else None)
-        if not found:
-            return None
-        newest = found[0]
-    else:
-        matching = [one for one in (*found, torch_step(folder, step)) if one is not None and one.step == step]
-        if not matching:
-            torchs = (f"{path} of torch's dcp.save" for path in torch_checkpoints(folder))
-            there = ", ".join((*(str(one.step) for one in found), *torchs))
-            raise CheckpointNotFoundError(f"{folder} has no checkpoint of step {step}; it has steps: {there or 'none'}")
-        newest = matching[0]
-    if newest.damage:
-        raise _damaged(newest.path, newest.damage)
-    return newest
-
-
 def _saved_by(value: SavedValue) -> int:
     return int(value.archives[0].file.rpartition("__")[2].partition("_")[0])
-
-
-def _through(handle: int) -> Path:
-    """Path to a folder, from its descriptor, that stays valid when the folder is renamed."""
-    return Path(f"/proc/self/fd/{handle}")
-
-
-def _settle(folder: Path, timeout_s: float) -> None:
-    """Wait until no save runs in `folder`. If one stopped while it replaced a checkpoint, put the old one back."""
-    try:
-        with locked(folder, timeout_s, silence_s=SILENCE_S):
-            put_back(folder)
-    except DeadlineError:
-        pass  # the other save will not end, but complete checkpoints can be read
-    except PenstockError:
-        raise
-    except OSError:
-        pass  # the folder does not exist yet, or can only be read
-
-
-def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
-    try:
-        good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
-    except CheckpointError:
-        good = []
-    offer = f"The newest undamaged one is step={good[0]}" if good else "The folder has no undamaged one"
-    return CheckpointCorruptError(f"the checkpoint {path} is damaged: {wrong}. {offer}")
 
 
 @dataclass
@@ -171,27 +114,27 @@ class LoadedCheckpoint:
 
 
 def load(
-    path: Path, save: str, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
+    place: Place, found: PinnedCheckpoint, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
 ) -> LoadedCheckpoint | None:
-    """Read and check the values for `state`. Return None if the checkpoint is gone, or not `save` any more."""
+    """Read and check the values for `state`. Return None if the checkpoint is gone, or another save replaced it."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(
             f'restore: state must be a dict of names and values, such as {{"model": model}}, got {type(state).__name__}'
         )
     try:
-        with opened(path) as (folder, manifest):
-            if manifest.save != save:
+        with place.open(found.address) as (source, manifest):
+            if manifest.save != found.save:
                 return None
-            return _load(folder, path, manifest, state, rank, threads, allow_unsafe_types)
+            return _load(source, found.address, manifest, state, rank, threads, allow_unsafe_types)
     except CheckpointNotFoundError:
         return None
     except CheckpointCorruptError as error:
-        raise _damaged(path, error.message) from error
+        raise place.damaged(found.address, error.message) from error
 
 
 def _load(
-    folder: int,
-    path: Path,
+    source: Source,
+    path: str,
     manifest: Manifest,
     state: Mapping[str, Any],
     rank: int,
@@ -199,7 +142,7 @@ def _load(
     unsafe: bool,
 ) -> LoadedCheckpoint:
     files = {file.name: file for file in manifest.files}
-    index = read_saved_index(folder, path, files)
+    index = read_saved_index(source, path, files)
     tables = [name for name, value in index.items() if value.path[0] == OURS]
     saved = SavedEntries(path, index, {name: one.path for name, one in index.items() if one.path[0] != OURS})
     entries = [entry_for(key, value, state, saved, rank) for key, value in state.items()]
@@ -208,9 +151,9 @@ def _load(
         wanted.update(entry.wanted())
 
     def as_object(name: str, value: bytes) -> Any:
-        return load_object(value, name, str(path), unsafe=unsafe)
+        return load_object(value, name, path, unsafe=unsafe)
 
-    values, fills = read(folder, files, index, wanted, as_object, threads)
+    values, fills = read(source, files, index, wanted, as_object, threads)
     around = RestoreContext()
     for table in tables:
         kind, _, number = str(index[table].path[1]).rpartition("-")
@@ -237,12 +180,10 @@ def _decoded(name: str, value: Any, recipe: Any) -> Any:
         raise CheckpointError(f"{name!r}: {error.message}") from None
 
 
-def read_saved_index(folder: int, path: Path, files: Mapping[str, CheckpointFile]) -> dict[str, SavedValue]:
+def read_saved_index(source: Source, path: str, files: Mapping[str, CheckpointFile]) -> dict[str, SavedValue]:
     name = INDEX if INDEX in files else METADATA  # torch, and an earlier Penstock, wrote no other
     if name not in files:
         raise CheckpointCorruptError(f"the checkpoint's manifest must list its index {INDEX}, got a list without it")
-    data = read_file(folder, files[name])
-    if files[name].xxh3 and (digest := xxhash.xxh3_128_hexdigest(data)) != files[name].xxh3:
-        raise CheckpointCorruptError(f"its index {name} must have the checksum {files[name].xxh3}, got {digest}")
-    index = data if name == INDEX else converted(data, path / name)
-    return read_index(index, path / name, {file.name: file.nbytes for file in files.values()})
+    data, where = source.read_file(files[name]), f"{path}/{name}"
+    index = data if name == INDEX else converted(data, where)
+    return read_index(index, where, {file.name: file.nbytes for file in files.values()})

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.client.checkpoint.restoring.index import SavedValue
-from penstock.client.checkpoint.restoring.restore import load, read_saved_index
+from penstock.client.checkpoint.restoring.places import Place
+from penstock.client.checkpoint.restoring.restore import PinnedCheckpoint, load, read_saved_index
 from penstock.client.checkpoint.saving.collect import OURS
 from penstock.client.checkpoint.values.loader_states import LENGTH, SHARED
 from penstock.proto.errors import CheckpointNotFoundError
 from penstock.proto.state.codec import decode_state
 from penstock.proto.state.envelope import MAGIC
-from penstock.proto.state.torch_checkpoints import opened
 
 THREADS = 4
 
@@ -26,30 +25,32 @@ class ListedValue(NamedTuple):
     nbytes: int
 
 
-def list_values(path: Path) -> list[ListedValue]:
-    return [_listed(name, value) for name, value in _index(path).items()]
+def list_values(place: Place, path: str) -> list[ListedValue]:
+    """`path`: address of a checkpoint in that place."""
+    return [_listed(name, value) for name, value in _index(place, path).items()]
 
 
-def read_state(path: Path, key: str | None = None) -> dict[str, Any]:
+def read_state(place: Place, path: str, key: str | None = None) -> dict[str, Any]:
     """Return the nested state as it was saved, with all tensors on the CPU. The states of data loaders are those of
     `DataLoader.state_dict`, or one of them for each rank. `key`: read only what was saved under this name."""
-    index = _index(path)
+    index = _index(place, path)
     keys = {str(value.path[0]): None for value in index.values()}
     if key is not None and key not in keys:
         raise CheckpointNotFoundError(f"{path} has no value {key!r}; its values are {', '.join(map(repr, keys))}")
     state: dict[str, Any] = {name: None for name in keys if key in (None, name)}
-    with opened(path) as (_, manifest), warnings.catch_warnings():
+    with place.open(path) as (_, manifest), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* knows parameters by their order")  # advice for a training job
-        loaded = load(path, manifest.save, state, 0, THREADS, allow_unsafe_types=False)
+        pinned = PinnedCheckpoint(manifest.step, path, manifest.save)
+        loaded = load(place, pinned, state, 0, THREADS, allow_unsafe_types=False)
     if loaded is None:
         raise CheckpointNotFoundError(f"{path} was deleted or replaced meanwhile: name it again")
     loaded.put(keep=False)
     return {name: _loader_state(value) for name, value in state.items()}
 
 
-def _index(path: Path) -> dict[str, SavedValue]:
-    with opened(path) as (folder, manifest):
-        index = read_saved_index(folder, path, {file.name: file for file in manifest.files})
+def _index(place: Place, path: str) -> dict[str, SavedValue]:
+    with place.open(path) as (source, manifest):
+        index = read_saved_index(source, path, {file.name: file for file in manifest.files})
     return {name: value for name, value in index.items() if value.path[0] != OURS}
 
 

@@ -11,7 +11,6 @@ import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ class Agreement:
         """Names of objects that were loaded once, to find out whether a restore can load them."""
 
     def agree_on_save(
-        self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
+        self, step: int, folder: str, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
     ) -> AgreedSave:
         """Agree on a save, or raise on all ranks. `earlier`: this rank's unraised errors, emptied when raised."""
         collected: CollectedState | None = None
@@ -81,7 +80,7 @@ class Agreement:
                 known = digests(collected, self._items, objects, self._plan.shared)
             return {
                 "step": step,
-                "folder": str(folder),
+                "folder": folder,
                 "save": secrets.token_hex(4),
                 "earlier": [error.message for error in earlier],
                 "in_flight": in_flight,

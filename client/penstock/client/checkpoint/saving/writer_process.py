@@ -19,12 +19,13 @@ from typing import Any
 
 import xxhash
 
+from penstock.client.checkpoint.saving.bucket_save import tell_bucket
+from penstock.client.checkpoint.saving.folder_save import tell_folder
 from penstock.client.checkpoint.saving.staging import SharedImage, StagingBuffer
 from penstock.client.stream import open_streams
-from penstock.proto.errors import CheckpointError, DeadlineError
-from penstock.proto.state.checkpoint_files import FAILED, report_name, temporary_name
-from penstock.runtime.files.atomic_files import write_whole
-from penstock.runtime.files.held_folders import HeldFolder
+from penstock.proto.errors import CheckpointError, DeadlineError, PenstockError
+from penstock.proto.state.checkpoint_catalog import is_bucket
+from penstock.proto.state.checkpoint_files import FAILED, report_name
 from penstock.runtime.process.end import exit_words
 from penstock.runtime.process.line_reader import LineReader
 from penstock.runtime.process.spawn import NULL, by_path, environment, spawn
@@ -67,7 +68,7 @@ class PendingSave:
         if causes:
             what = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items()))
             self.error = CheckpointError(
-                f"step {self.step} was not saved into {self.request['folder']}: {what}. Earlier checkpoints are "
+                f"step {self.step} was not saved into {self.request['address']}: {what}. Earlier checkpoints are "
                 "unchanged"
             )
             _log.warning("%s", self.error.message, extra=about(step=self.step))
@@ -245,6 +246,8 @@ class _Running:
             self._queue.remove(pending)
         if reply["kind"] == "done":
             pending.written = pending.total
+            if reply["warning"]:
+                _log.warning("%s", reply["warning"], extra=about(step=pending.step))
         pending.end({int(rank): why for rank, why in reply.get("causes", {}).items()})
 
     def _fail_all(self) -> None:
@@ -271,21 +274,16 @@ def _not_started(rank: int, error: OSError) -> CheckpointError:
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> None:
-    """Let a save fail, and write the report for the other ranks in place of the writer, which will not."""
+    """Let a save fail, and tell that the other ranks' writers in place of the writer, which will not."""
     request = pending.request
-    temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
     if request["ranks"] > 1:
-        with suppress(OSError):
-            temporary.mkdir(parents=True, exist_ok=True)
-            if rank:
-                value: dict[str, Any] = {"files": [], "error": why}
-                name = report_name(rank)
-            else:
-                value, name = {"causes": {"0": why}}, FAILED
-            with HeldFolder(temporary) as inside:
-                write_whole(inside.path / name, json.dumps({"save": request["save"], **value}).encode())
-                if not inside.is_at(temporary):  # committed meanwhile: a checkpoint has no reports
-                    os.unlink(inside.path / name)
+        if rank:
+            name, value = report_name(rank), {"save": request["save"], "files": [], "error": why}
+        else:
+            name, value = FAILED, {"save": request["save"], "causes": {"0": why}}
+        with suppress(OSError, PenstockError):
+            tell = tell_bucket if is_bucket(request["folder"]) else tell_folder
+            tell(request, name, json.dumps(value).encode())
     pending.end({rank: why})
 
 

@@ -11,7 +11,7 @@ from penstock.deploy.console.app import subcommands
 from penstock.deploy.console.options import AsJson
 
 Checkpoint = Annotated[
-    Path,
+    str,
     typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint; or a folder of checkpoints, for its newest."),
 ]
 
@@ -22,7 +22,8 @@ checkpoint = subcommands(no_args_is_help=True)
 def _checkpoint() -> None:
     """List, show, verify and export checkpoints.
 
-    Checkpoints are those of AsyncCheckpointer, or of torch's dcp.save, which has no checksums to verify.
+    Checkpoints are those of AsyncCheckpointer, or of torch's dcp.save, which has no checksums to verify. A folder may
+    be in a bucket, s3://BUCKET/RUN. The environment then says which server and key, as for other programs.
 
     \b
     Examples:
@@ -35,7 +36,7 @@ def _checkpoint() -> None:
 
 @checkpoint.command("ls")
 def checkpoint_ls(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of checkpoints.")], as_json: AsJson = False
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of checkpoints.")], as_json: AsJson = False
 ) -> None:
     """List checkpoints: step, size, time, found.
 
@@ -67,7 +68,7 @@ def checkpoint_show(path: Checkpoint, as_json: AsJson = False) -> None:
 @checkpoint.command("verify")
 def checkpoint_verify(
     path: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint; or a folder of checkpoints, for all.")
+        str, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint; or a folder of checkpoints, for all.")
     ],
     as_json: AsJson = False,
 ) -> None:
