@@ -25,20 +25,19 @@ def differences(loaded: LoadedCheckpoint, state: Mapping[str, Any], rank: int, r
     values = _values(state, rank, ranks)
     saved = _digests(values)
     tensors = [tensor for _, value in values.values() for tensor in _plain(value)]
-    cleared: list[tuple[torch.Tensor, torch.Tensor]] = []
+    tensors = [tensor for tensor in tensors if not is_expanded(tensor) and not tensor.is_inference()]
+    copies = [tensor.clone() for tensor in tensors]  # all of them first, because several may share memory
     loaded.hold()
     try:
         with torch.no_grad():
             for tensor in tensors:
-                if not is_expanded(tensor) and not tensor.is_inference():
-                    cleared.append((tensor, tensor.clone()))
-                    tensor.zero_()
+                tensor.zero_()
         loaded.put(keep=True)
         found = _digests(_values(state, rank, ranks))
     finally:
         loaded.undo()
         with torch.no_grad():
-            for tensor, before in cleared:
+            for tensor, before in zip(tensors, copies, strict=True):
                 tensor.copy_(before)
     lines = [f"{name!r} is not restored" for name in saved if name not in found]
     lines += [f"{name!r} is restored, and was not in the state" for name in found if name not in saved]

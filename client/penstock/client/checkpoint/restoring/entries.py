@@ -31,6 +31,7 @@ from penstock.client.checkpoint.values.optimizers import (
     regrouped,
     some,
     warn_of_numbers,
+    with_wrapped,
 )
 from penstock.client.checkpoint.values.parameter_names import clean_keys, clean_names, parameter_names, unwrapped
 from penstock.client.checkpoint.values.torch_frames import is_plain
@@ -251,10 +252,8 @@ class _OptimizerEntry(StateEntry):
     def __init__(self, key: str, value: torch.optim.Optimizer, saved: SavedEntries, names: list[str]) -> None:
         super().__init__(key, value, saved)
         self._parameters = names
-        hooks = (
-            *value._optimizer_load_state_dict_pre_hooks.values(),
-            *value._optimizer_load_state_dict_post_hooks.values(),
-        )
+        kinds = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
+        hooks = [hook for kind in kinds for hook in getattr(value, kind, {}).values()]  # a wrapper may have none
         functions = type(value).load_state_dict, type(value).__setstate__, *hooks
         self.can_raise = not all(_is_of("torch.", function) for function in functions)
 
@@ -276,8 +275,7 @@ class _OptimizerEntry(StateEntry):
             check_order(self.loaded, self.value, self._parameters, order)
         except CheckpointError as error:
             raise self.misfit(error.message) from None
-        # a wrapper has the optimizer in an attribute
-        for optimizer in (self.value, getattr(self.value, "optimizer", None)):
+        for optimizer in with_wrapped(self.value):
             around.orders[id(optimizer)] = order
         self.loaded = numbered_state(self.loaded, self._parameters, order, lengths)
         self._shared = around.shared.get(self.key, [])
@@ -286,9 +284,17 @@ class _OptimizerEntry(StateEntry):
         load_optimizer(self.value, self.loaded, self._parameters, self._shared)
 
     def _way_back(self) -> Callable[[], None] | None:
+        optimizers = with_wrapped(self.value)
         # torch's own `load_state_dict` leaves the present tensors as they are
-        tensors = list(_tensors(list(self.value.state.values()))) if self.can_raise else []
-        return _attributes(self.value, tensors)
+        states = [one.state for one in optimizers] if self.can_raise else []
+        tensors = [tensor for state in states for tensor in _tensors(list(state.values()))]
+        undo = [*(_attributes(one, []) for one in optimizers), _attributes(None, tensors)]
+
+        def undo_all() -> None:
+            for each in undo:
+                each()
+
+        return undo_all
 
 
 class _ModuleEntry(StateEntry):

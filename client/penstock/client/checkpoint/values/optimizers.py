@@ -175,6 +175,15 @@ def shared(named: Mapping[str, Any]) -> list[list[Path]]:
     return [paths for paths in paths_to.values() if len(paths) > 1]
 
 
+def with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those in its attributes, which it wraps, the innermost last."""
+    optimizers = [optimizer]
+    for one in optimizers:
+        inner = [value for value in vars(one).values() if isinstance(value, torch.optim.Optimizer)]
+        optimizers += [value for value in inner if all(value is not other for other in optimizers)]
+    return optimizers
+
+
 def load_optimizer(
     optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], alike: list[list[Path]]
 ) -> None:
@@ -182,9 +191,7 @@ def load_optimizer(
     `load_state_dict` may convert dtypes on purpose, so its dtypes are not corrected. `alike`: `shared` of all ranks.
     What an optimizer keeps at another place than in its state_dict is left as it was loaded."""
     optimizer.load_state_dict(numbered)
-    inner = optimizer
-    while isinstance(wrapped := getattr(inner, "optimizer", None), torch.optim.Optimizer):
-        inner = wrapped
+    inner = with_wrapped(optimizer)[-1]
     parameters = [one for group in inner.param_groups for one in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     state: dict[Any, Any] = {key: value for key, value in inner.state.items() if isinstance(key, str)}
