@@ -26,6 +26,8 @@ from penstock.proto.errors import CheckpointCorruptError
 from penstock.proto.state.checkpoint_files import surplus
 
 FORMAT = 1
+BEGUN = "begun.json"
+"""Object in a save's folder by which rank 0 lets the other ranks begin, and by which a restore sees that it runs."""
 LARGEST_NUMBER = 10**12 - 1
 _NAME = re.compile(r"catalog-([0-9]{12})\.json")
 _FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})-([0-9a-f]+)")

@@ -3,7 +3,6 @@ parallel parts, objects that are made only if no other has their name, and listi
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,8 +13,9 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardUnavailableError
 
 WRITTEN = "written"
-PART = 16 << 20
-"""Bytes of a part of an upload; an object of at most as many is one request."""
+PART = 8 << 20
+"""Bytes of a part of an upload; an object of at most as many is one request. Each part on its way is a copy, because
+s3fs makes a request again with the same body."""
 MOST_PARTS = 10_000
 PARALLEL = 4
 """Parts of one object that are uploaded at the same time."""
@@ -70,7 +70,7 @@ class Bucket(RemoteFolder):
         """Write an object, in parallel parts if it is large. `passed` is called with the number of bytes of each part
         that has arrived; if it raises an error, the upload ends with it. After any error nothing of it remains."""
         if len(data) <= PART:
-            self._send(WRITTEN, deadline_s, "put_object", name, Body=_Section(data))
+            self._send(WRITTEN, deadline_s, "put_object", name, Body=bytes(data))
             passed(len(data))
             return
         upload = self._send(WRITTEN, deadline_s, "create_multipart_upload", name)["UploadId"]
@@ -78,7 +78,7 @@ class Bucket(RemoteFolder):
 
         def put_part(begin: int) -> dict[str, Any]:
             number, section = begin // length + 1, memoryview(data)[begin : begin + length]
-            part = {"UploadId": upload, "PartNumber": number, "Body": _Section(section)}
+            part = {"UploadId": upload, "PartNumber": number, "Body": bytes(section)}
             answer = self._send(WRITTEN, deadline_s, "upload_part", name, **part)
             passed(len(section))
             return {"PartNumber": number, "ETag": answer["ETag"]}
@@ -194,32 +194,6 @@ class Bucket(RemoteFolder):
 
     def _name_of(self, key: str) -> str:
         return key.removeprefix(self._place()[1])
-
-
-class _Section(io.RawIOBase):
-    """File of a region of memory, without a copy of it."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data, self._at = memoryview(data), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, len(self._data))[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
 
 
 def _refuses(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -22,11 +23,27 @@ from penstock.proto.errors import (
     InvalidArgumentError,
     PenstockError,
 )
-from penstock.proto.state.checkpoint_catalog import ListedCheckpoint, folder_name, is_bucket
-from penstock.proto.state.checkpoint_files import MANIFEST, Manifest, checkpoints, locked, put_back, step_name
+from penstock.proto.state.checkpoint_catalog import BEGUN, ListedCheckpoint, folder_name, is_bucket
+from penstock.proto.state.checkpoint_files import (
+    ASKED,
+    FAILED,
+    MANIFEST,
+    Manifest,
+    checkpoints,
+    locked,
+    put_back,
+    sign_name,
+    step_name,
+)
 from penstock.proto.state.torch_checkpoints import check_newer, opened, torch_checkpoints, torch_step
 from penstock.proto.tracebacks import warn_user
 
+POLL_S = 0.5
+ASK_S = 10.0
+SIGN_SILENCE_S = 12.0
+"""Seconds without a sign of life from a save in a bucket until a restore ignores it. Rank 0's writer gives one at least
+every 5 s."""
+_MARKS = f"/{BEGUN}", f"/{FAILED}"
 SILENCE_S = 8.0
 """Seconds without a sign of life from another process's save, whose machine may be gone, until a restore ignores it."""
 
@@ -163,7 +180,30 @@ class BucketPlace(Place):
         self.address, self.timeout_s, self._local = self._bucket.url, timeout_s, local
 
     def settle(self) -> None:
-        """A list is always whole, so there is nothing to wait for."""
+        """A save in flight answers when it is asked for signs of life: the writers of a job that has ended, say."""
+        until = time.monotonic() + self.timeout_s
+        heard: dict[str, tuple[bytes | None, float]] = {name: (None, time.monotonic()) for name in self._in_flight()}
+        with suppress(DatasetError):  # who may only read asks in vain
+            for name in heard:
+                self._bucket.put(f"{name}/{ASKED}", b"{}", deadline_s=ASK_S, passed=lambda nbytes: None)
+        while heard and (now := time.monotonic()) < until:
+            time.sleep(POLL_S)
+            objects = self._in_flight()
+            heard = {name: last for name, last in heard.items() if name in objects}
+            for name, (sign, since) in list(heard.items()):
+                with self._errors():
+                    found = self._bucket.content(f"{name}/{sign_name(0)}", deadline_s=self.timeout_s)
+                if found != sign:
+                    heard[name] = found, now
+                elif now - since > SIGN_SILENCE_S:
+                    del heard[name]
+
+    def _in_flight(self) -> set[str]:
+        """Return the folders of saves that have begun, and neither failed nor become checkpoints."""
+        with self._errors():
+            objects = self._bucket.listed("step-", deadline_s=self.timeout_s)
+        begun, failed = ({name.removesuffix(end) for name in objects if name.endswith(end)} for end in _MARKS)
+        return begun - failed - {one.folder for one in self.listed()}
 
     def choose(self, step: int | None) -> Chosen | None:
         found = self.listed()

@@ -22,7 +22,7 @@ from typing import Any
 from penstock.client.checkpoint.bucket_lists import LISTS, newest_catalog, opened_bucket
 from penstock.client.checkpoint.saving.save_job import Commit, SaveJob, WriteFailed
 from penstock.proto.errors import PenstockError
-from penstock.proto.state.checkpoint_catalog import Catalog, catalog_number, folder_name, save_of
+from penstock.proto.state.checkpoint_catalog import BEGUN, Catalog, catalog_number, folder_name, save_of
 from penstock.proto.state.checkpoint_files import (
     ASKED,
     FAILED,
@@ -36,8 +36,6 @@ from penstock.proto.state.checkpoint_files import (
 from penstock.runtime.files.direct_files import write_file
 from penstock.runtime.files.part_checksums import PartHasher
 
-BEGUN = "begun.json"
-"""Object by which rank 0 lets the other ranks begin."""
 HASHED = 16 << 20
 """Bytes that are hashed between two looks at whether the save was aborted."""
 KEPT_LISTS = 2
@@ -128,8 +126,7 @@ class BucketSave(SaveJob):
     def begin(self) -> None:
         """Rank 0 lets the others begin once it owns the list: before, an earlier job may delete what they write."""
         if self.rank == 0:
-            if self.ranks > 1:
-                self._tell(BEGUN, {"save": self.save}, self.left())
+            self._tell(BEGUN, {"save": self.save}, self.left())
         elif not self.wait_until(self._has_begun):
             why = f"its writer had not begun the save after timeout_s={self.request['timeout_s']:g}: see rank 0's log"
             raise WriteFailed({0: why})
@@ -209,21 +206,22 @@ class BucketSave(SaveJob):
         manifest = self.manifest(commit, after.number)
         for name, data in ((INDEX, commit.index), (METADATA, commit.metadata), (MANIFEST, manifest)):
             self._put(name, data, self.left())
+        sizes = self._bucket.listed(f"{self._folder}/", deadline_s=self.left())
+        if wrong := [file.name for file in commit.files if sizes.get(self._name(file.name)) != file.nbytes]:
+            raise WriteFailed({0: f"{', '.join(wrong)}: the object store does not have what was written: check it"})
         self._owned.commit(after, self.left())
         with suppress(PenstockError):
             lists = self._bucket.listed(LISTS, deadline_s=LATER_S)
             gone = [name for name in lists if 0 <= catalog_number(name) <= after.number - KEPT_LISTS]
             for one in set(catalog.checkpoints) - set(after.checkpoints):
                 gone += self._bucket.listed(f"{one.folder}/", deadline_s=LATER_S)
-            if self.ranks > 1:
-                messages = (name(rank) for rank in range(self.ranks) for name in (report_name, sign_name))
-                gone += map(self._name, (BEGUN, ASKED, *messages))
+            messages = (name(rank) for rank in range(self.ranks) for name in (report_name, sign_name))
+            gone += map(self._name, (BEGUN, ASKED, *messages))
             self._bucket.remove_all(gone, deadline_s=LATER_S)
 
     def give_up(self, causes: dict[int, str]) -> None:
         """The next save deletes what was written. Not this one: the request that commits may have arrived."""
-        if self.ranks > 1:
-            self._tell(FAILED, {"save": self.save, "causes": causes}, LATER_S)
+        self._tell(FAILED, {"save": self.save, "causes": causes}, LATER_S)
 
     # ---- the other ranks
 

@@ -289,7 +289,7 @@ class SaveJob(ABC):
 
     def _progress(self) -> None:
         now = time.monotonic()
-        if self.ranks > 1 and now - self._signed_at >= self.sign_s:
+        if now - self._signed_at >= self.sign_s:
             self._signed_at = now
             self.sign_if_asked()
         if now - self._reported_at >= PROGRESS_S:
