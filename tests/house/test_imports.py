@@ -48,6 +48,10 @@ EXCEPTIONS = {
     "penstock.client.in_process": {"penstock.worker"},
     # It makes an input_fn of torch's own arguments, which is a source of ours.
     "penstock.client.torch_loaders": {"penstock.data"},
+    # They read and write buckets by the means that read datasets.
+    "penstock.client.checkpoint.bucket_lists": {"penstock.data"},
+    "penstock.client.checkpoint.restoring.places": {"penstock.data"},
+    "penstock.client.checkpoint.restoring.sources": {"penstock.data"},
     # It loads once what the input_fns of all its children may use.
     "penstock.worker.runner.fork_server": {"penstock.data"},
 }
@@ -80,6 +84,7 @@ ENTRY_POINTS = {
     ),
     "penstock.client": "what users have",
     "penstock.client.states.saved_state": "the states that they save",
+    "penstock.client.checkpoint.restoring.places": "where checkpoints are",
     "penstock.client.checkpoint.restoring.whole": "what is in a checkpoint",
     "penstock.data": "what users have",
     "penstock.data.formats.index": "the index of a dataset's folder",

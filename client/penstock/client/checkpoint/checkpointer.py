@@ -144,6 +144,7 @@ class AsyncCheckpointer:
             "folder": os.fspath(folder).rstrip("/") if self._in_bucket else self.address,
             "local": None if local is None else str(Path(local).absolute()),
             "storage_options": _as_json(storage_options),
+            "owner": secrets.token_hex(8),
         }
         self._keep_last, self._keep_every = keep_last, keep_every
         self._threads, self._hint, self._fsync = threads, separation_hint, fsync

@@ -28,7 +28,7 @@ from penstock.proto.state.checkpoint_files import surplus
 FORMAT = 1
 BEGUN = "begun.json"
 """Object in a save's folder by which rank 0 lets the other ranks begin, and by which a restore sees that it runs."""
-LARGEST_NUMBER = 10**12 - 1
+FORMER = 1000
 _NAME = re.compile(r"catalog-([0-9]{12})\.json")
 _FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})-([0-9a-f]+)")
 
@@ -73,6 +73,8 @@ class Catalog:
     number: int = 0
     owner: str = ""
     """Id of the checkpointer that may commit."""
+    former: tuple[str, ...] = ()
+    """Ids of those that may not any more, the last one first; at most FORMER."""
     checkpoints: tuple[ListedCheckpoint, ...] = ()
     """The newest first."""
 
@@ -81,7 +83,8 @@ class Catalog:
         return catalog_name(self.number)
 
     def claimed(self, owner: str) -> Catalog:
-        return replace(self, number=self.number + 1, owner=owner)
+        former = (self.owner, *self.former)[:FORMER] if self.owner else ()
+        return replace(self, number=self.number + 1, owner=owner, former=former)
 
     def with_save(self, step: int, save: str, keep_last: int | None, keep_every: int | None) -> Catalog:
         """Return the next list: with a save, without others of its step, and without surplus ones."""
@@ -95,6 +98,7 @@ class Catalog:
             "format": FORMAT,
             "number": self.number,
             "owner": self.owner,
+            "former": self.former,
             "checkpoints": [[one.step, one.save, one.sequence, one.saved_s] for one in self.checkpoints],
         }
         return json.dumps(body).encode()
@@ -112,7 +116,8 @@ class Catalog:
             )
             if not all(_FOLDER.fullmatch(one.folder) for one in found):
                 raise ValueError("its checkpoints must have steps and hexadecimal ids")
-            return cls(_count(body["number"]), str(body["owner"]), found)
+            former = tuple(map(str, body["former"]))
+            return cls(_count(body["number"]), str(body["owner"]), former, found)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointCorruptError(
                 f"{where} is damaged: {error}. Delete it, so that the list before it counts, if there is one"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -52,8 +51,7 @@ class OwnedBucket:
     def __init__(self, request: dict[str, Any]) -> None:
         self.bucket = opened_bucket(request["folder"], request["storage_options"])
         self.local = Path(request["local"]) if request["local"] else None
-        self._owner = secrets.token_hex(8)
-        self._is_owner = False
+        self._owner: str = request["owner"]
 
     def claimed(self, deadline_s: float) -> Catalog:
         """Return the newest list, which names this writer as the owner. Raises WriteFailed if a later job owns it."""
@@ -61,11 +59,10 @@ class OwnedBucket:
             newest = newest_catalog(self.bucket, deadline_s=deadline_s)
             if newest.owner == self._owner:
                 return newest
-            if self._is_owner:
-                raise WriteFailed({0: self._lost})
+            if self._owner in newest.former:
+                break
             claim = newest.claimed(self._owner)
             if self._create(claim, deadline_s):
-                self._is_owner = True
                 self.bucket.check_conditions(claim.name, claim.encode(), deadline_s=deadline_s)
                 return claim
         raise WriteFailed({0: self._lost})
@@ -74,7 +71,7 @@ class OwnedBucket:
         """Write the next list, which makes a save complete. Raises WriteFailed if a later job owns the bucket."""
         if self._create(catalog, deadline_s):
             newest = newest_catalog(self.bucket, deadline_s=deadline_s)
-            if newest.number == catalog.number or newest.checkpoints[:1] == catalog.checkpoints[:1]:
+            if catalog.checkpoints[0] in newest.checkpoints:
                 return
         raise WriteFailed({0: self._lost})
 
@@ -114,8 +111,10 @@ class BucketSave(SaveJob):
         uploads = self._bucket.uploads(deadline_s=self.left())
         # Read again, after what may be deleted was listed: a later job begins to write only once it owns the list.
         catalog = self._owned.claimed(self.left())
-        kept = {None, self.save, *self.request["in_flight"], *(one.save for one in catalog.checkpoints)}
-        self._bucket.remove_all((name for name in objects if save_of(name) not in kept), deadline_s=self.left())
+        running = {None, self.save, *self.request["in_flight"]}
+        kept = running | {one.save for one in catalog.checkpoints}
+        left = [name for name in objects if save_of(name) not in (running if _is_message(name) else kept)]
+        self._bucket.remove_all(left, deadline_s=self.left())
         self._bucket.end_uploads(
             ((name, of) for name, of in uploads if save_of(name) not in kept), deadline_s=self.left()
         )
@@ -269,6 +268,11 @@ class BucketSave(SaveJob):
         except (ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) and value.get("save") == self.save else None
+
+
+def _is_message(name: str) -> bool:
+    file = name.rpartition("/")[2]
+    return file in (BEGUN, ASKED, FAILED) or file.startswith("rank-")
 
 
 def tell_bucket(request: dict[str, Any], name: str, message: bytes) -> None:
