@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import enum
 import io
+import threading
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -189,6 +190,46 @@ def test_quantised_tensors_come_back_whole(checkpointer: AsyncCheckpointer) -> N
         assert torch.equal(one.scale, saved.scale)
 
 
+class Named(torch.Tensor):
+    """A tensor of a class that torch.load does not know."""
+
+
+def test_a_class_that_torch_load_does_not_know_is_refused(checkpointer: AsyncCheckpointer) -> None:
+    state = {"x": {"named": torch.ones(2).as_subclass(Named)}}
+    for _ in range(2):
+        with pytest.raises(
+            InvalidArgumentError, match=r"'x.named' .* not know, .*Named: pass it to .*add_safe_globals"
+        ):
+            checkpointer.save(1, state)
+    with torch.serialization.safe_globals([Named]):
+        checkpointer.save(1, state)
+        found: dict[str, Any] = {"x": {}}
+        checkpointer.restore(found)
+    assert type(found["x"]["named"]) is Named
+    assert found["x"]["named"].tolist() == [1, 1]
+
+
+def test_conjugated_and_negated_tensors(checkpointer: AsyncCheckpointer) -> None:
+    """They are views that cannot be filled like others."""
+
+    def made(value: complex) -> dict[str, Any]:
+        conjugated = torch.full((2,), value).conj()
+        return {"top": conjugated, "nested": {"c": conjugated.clone(), "i": conjugated.imag, "r": conjugated.real}}
+
+    saved, present = made(1 + 2j), made(3 + 4j)
+    top = present["top"]
+    checkpointer.save(1, saved)
+    checkpointer.restore(present)
+    assert top.tolist() == [1 - 2j] * 2
+    assert {name: value.tolist() for name, value in present["nested"].items()} == {
+        "c": [1 - 2j] * 2,
+        "i": [-2] * 2,
+        "r": [1] * 2,
+    }
+    assert checkpointer.check(saved) == []
+    assert repr(saved) == repr(made(1 + 2j))
+
+
 class Holder(nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -291,7 +332,16 @@ class Around(torch.optim.Optimizer):
         self.param_groups = self._base.param_groups
 
 
-@pytest.mark.parametrize("kind", [Elsewhere, Wrapped, Around.of])
+class Casts(torch.optim.SGD):
+    """An optimizer that keeps its state in another dtype than it is saved in."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].double()
+
+
+@pytest.mark.parametrize("kind", [Elsewhere, Wrapped, Around.of, Casts])
 @pytest.mark.filterwarnings("ignore:'optimizer.base' of the state:UserWarning")
 def test_state_dicts_of_other_shapes(checkpointer: AsyncCheckpointer, kind: Any) -> None:
     def made() -> tuple[nn.Linear, Any]:
@@ -307,11 +357,18 @@ def test_state_dicts_of_other_shapes(checkpointer: AsyncCheckpointer, kind: Any)
     module, optimizer = made()
     step(module, optimizer)
     checkpointer.save(1, {"model": module, "optimizer": optimizer})
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    _, judge = made()
+    judge.load_state_dict(torch.load(file, weights_only=False))
     again, fresh = made()
     checkpointer.restore({"model": again, "optimizer": fresh})
-    for pair in ((module, optimizer), (again, fresh)):
-        step(*pair)
-    assert torch.equal(again.weight, module.weight)
+    assert repr([*fresh.state.values()]) == repr([*judge.state.values()])
+    if kind is not Casts:
+        for pair in ((module, optimizer), (again, fresh)):
+            step(*pair)
+        assert torch.equal(again.weight, module.weight)
 
 
 # ---- modules
@@ -479,6 +536,112 @@ def test_a_failing_hook_of_an_optimizer_changes_nothing(checkpointer: AsyncCheck
     assert repr(after) == before
 
 
+class Keeps(nn.Module):
+    """A module whose own code changes it, and then may raise, at a load."""
+
+    def __init__(self, seed: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+        self.extra, self.loads = torch.full((2,), seed), 0
+
+    def get_extra_state(self) -> Any:
+        return {"t": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra.copy_(state["t"])
+        self.loads += 1
+        if state["t"].eq(1).all():
+            raise ValueError("no")
+
+
+class InPlace(torch.optim.SGD):
+    """An optimizer that loads into its tensors, and then raises."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for number, state in enumerate(self.state.values()):
+            state["momentum_buffer"].copy_(state_dict["state"][number]["momentum_buffer"])
+        raise ValueError("no")
+
+
+class Strict(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise ValueError("no")
+
+
+def raising(what: str, seed: int) -> dict[str, Any]:
+    """A state, with one thing in it that cannot be loaded into that of another seed."""
+    torch.manual_seed(seed)
+    fresh = seed > 1
+    module: Any = Keeps(float(seed)) if what == "module" else nn.Linear(3, 3)
+    if what == "inference":
+        with torch.inference_mode():
+            module.register_buffer("fixed", torch.rand(2))
+    if what == "another optimizer" and fresh:
+        optimizer: Any = torch.optim.Adam(module.parameters())
+    else:
+        kind: Any = InPlace if what == "in place" else torch.optim.SGD
+        optimizer = kind(module.parameters(), lr=0.1 * seed, momentum=0.9)
+    for parameter in module.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    tensor = torch.rand(2, dtype=torch.float64 if fresh else torch.bfloat16)
+    state: dict[str, Any] = {"tensor": tensor, "model": module, "optimizer": optimizer, "n": seed}
+    if what == "scheduler":
+        state["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 3) if fresh else Listed()
+    return Strict(state) if what == "container" else state
+
+
+class Listed:
+    def state_dict(self) -> Any:
+        return [1, 2]
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["module", "in place", "another optimizer", "inference", "scheduler", "container"])
+def test_one_that_raises_alone_changes_nothing(checkpointer: AsyncCheckpointer, what: str) -> None:
+    checkpointer.save(1, raising(what, 1))
+    checkpointer.wait()
+    state = raising(what, 2)
+    optimizer = state["optimizer"]
+    held = [state, vars(state["model"]), *state["model"].buffers(), optimizer.param_groups, *optimizer.state.values()]
+    before, tensors = repr(held), [value for one in optimizer.state.values() for value in one.values()]
+    with pytest.raises(CheckpointError, match="cannot be restored"):
+        checkpointer.restore(state)
+    assert repr(held) == before
+    assert list(map(id, tensors)) == [id(value) for one in optimizer.state.values() for value in one.values()]
+
+
+def test_what_cannot_be_copied_is_restored(checkpointer: AsyncCheckpointer) -> None:
+    present = Refusing()
+    present.value["lock"] = threading.Lock()  # type: ignore[assignment]
+    state: dict[str, Any] = {"x": present, "n": 2}
+    checkpointer.save(1, {"x": Refusing(), "n": 1})
+    checkpointer.restore(state)
+    assert state["n"] == 1
+
+
+def test_what_is_on_the_meta_device_is_named(checkpointer: AsyncCheckpointer) -> None:
+    def made(device: str) -> dict[str, Any]:
+        module = nn.Linear(2, 2, device=device)
+        return {
+            "model": module,
+            "optimizer": torch.optim.SGD(module.parameters(), momentum=0.9),
+            "x": {"t": torch.ones(2)},
+        }
+
+    checkpointer.save(1, made("cpu"))
+    checkpointer.wait()
+    for key, present, words in (
+        ("model", made("meta")["model"], r"'model\..*' .* meta device: call to_empty\(\) first"),
+        ("optimizer", made("meta")["optimizer"], r"meta device: make it after to_empty"),
+        ("x", {"t": torch.ones(2, device="meta")}, r"'x.t' .* meta device: call to_empty\(\) first"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            checkpointer.restore({key: present})
+
+
 def test_expanded_tensors_are_named(checkpointer: AsyncCheckpointer) -> None:
     checkpointer.save(1, {"x": torch.ones(3, 2)})
     checkpointer.wait()
@@ -521,18 +684,40 @@ def test_check_names_what_does_not_come_back(checkpointer: AsyncCheckpointer) ->
     torch.autograd.backward(module(torch.randn(4, 8)).sum())
     optimizer.step()
     forgets = Forgets()
-    good = {"model": module, "optimizer": optimizer, "x": [{"q": quantised(1)}, torch.ones(2)], "n": 1}
+    row = torch.arange(4.0)
+    with torch.inference_mode():
+        fixed = torch.ones(2)
+    x = [{"q": quantised(1)}, torch.ones(2), {"row": row, "end": row[2:]}, fixed]
+    good = {"model": module, "optimizer": optimizer, "x": x, "n": 1}
     before = repr((module.state_dict(), optimizer.state_dict(), good["x"]))
+    moment = next(iter(optimizer.state.values()))["exp_avg"]
     assert checkpointer.check(good) == []
     assert repr((module.state_dict(), optimizer.state_dict(), good["x"])) == before
+    assert next(iter(optimizer.state.values()))["exp_avg"] is moment
+    assert checkpointer.check({"n": np.bytes_(b"a\0")}) == ["'n' is restored with other values"]  # numpy drops the zero
     lines = checkpointer.check({**good, "forgets": forgets, "custom": {"c": Foreign()}})
     assert [line.partition(" of ")[0] for line in lines] == ["'custom.c'"]
     assert checkpointer.check({**good, "forgets": forgets}) == [
         "'forgets.value' is restored with other values",
         "'forgets.loads' is restored with other values",
     ]
+    lines = checkpointer.check({"x": Loses()})
+    assert lines == ["'x.a' is not restored", "'x.b' is restored, and was not in the state"]
     assert not [path for path in checkpointer.folder.iterdir() if path.name.startswith(".check")]
 
 
 class Foreign:
     pass
+
+
+class Loses:
+    """An object that has another value than before when it is loaded."""
+
+    def __init__(self) -> None:
+        self.names = ["a"]
+
+    def state_dict(self) -> Any:
+        return dict.fromkeys(self.names, 1)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.names = ["b"]

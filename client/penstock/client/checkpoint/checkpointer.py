@@ -452,8 +452,7 @@ class AsyncCheckpointer:
         try:
             self._ranks.together("restore", what, putting)
         except BaseException:
-            for key in loaded.undo():
-                _log.warning("%r refuses the state that it had before the failed restore: make it anew", key)
+            loaded.undo()
             raise
         loaded.finish()
         return True

@@ -21,7 +21,6 @@ from penstock.client.checkpoint.values.plain_values import value_digest
 def differences(loaded: LoadedCheckpoint, state: Mapping[str, Any], rank: int, ranks: int) -> list[str]:
     """Return a line for each value of a state that `loaded`, read from a checkpoint of it, does not restore. Loaders
     are left out: their states were compared when they were read."""
-    state = {key: value for key, value in state.items() if not isinstance(value, Loader)}
     values = _values(state, rank, ranks)
     saved = _digests(values)
     tensors = [tensor for _, value in values.values() for tensor in _plain(value)]
@@ -52,7 +51,7 @@ def differences(loaded: LoadedCheckpoint, state: Mapping[str, Any], rank: int, r
 
 def _values(state: Mapping[str, Any], rank: int, ranks: int) -> dict[str, tuple[Any, Any]]:
     """Return (recipe, value) of all that a save would write, by name."""
-    collected = collect(state, rank, ranks)
+    collected = collect({key: value for key, value in state.items() if not isinstance(value, Loader)}, rank, ranks)
     return {
         name: (collected.recipes.get(name), value)
         for name, value in collected.values.items()

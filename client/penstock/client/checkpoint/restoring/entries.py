@@ -116,7 +116,7 @@ def _blank(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _is_whole(tensor: torch.Tensor) -> bool:
     """True for a tensor that can be filled part by part: a plain one, or one split over ranks into plain ones."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return is_plain(local) and not is_lazy(tensor) and not local.is_neg() and not local.is_conj()
+    return is_plain(local) and not local.is_neg() and not local.is_conj()
 
 
 @dataclass
@@ -254,8 +254,8 @@ class _OptimizerEntry(StateEntry):
         self._parameters = names
         kinds = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
         hooks = [hook for kind in kinds for hook in getattr(value, kind, {}).values()]  # a wrapper may have none
-        functions = type(value).load_state_dict, type(value).__setstate__, *hooks
-        self.can_raise = not all(_is_of("torch.", function) for function in functions)
+        own = type(value).load_state_dict is not torch.optim.Optimizer.load_state_dict or len(with_wrapped(value)) > 1
+        self.can_raise = own or not all(_is_of("torch.", function) for function in (type(value).__setstate__, *hooks))
 
     def wanted(self) -> dict[str, ReadRequest]:
         parameters = [one for group in self.value.param_groups for one in group["params"]]
@@ -279,9 +279,17 @@ class _OptimizerEntry(StateEntry):
             around.orders[id(optimizer)] = order
         self.loaded = numbered_state(self.loaded, self._parameters, order, lengths)
         self._shared = around.shared.get(self.key, [])
+        if not self.can_raise:
+            # torch's code raises for the state of another class, and leaves the optimizer that it loads as it is
+            self._copy = object.__new__(type(self.value))
+            vars(self._copy).update(vars(self.value))
+            load_optimizer(self._copy, self.loaded, self._parameters, self._shared)
 
     def put(self) -> None:
-        load_optimizer(self.value, self.loaded, self._parameters, self._shared)
+        if self.can_raise:
+            load_optimizer(self.value, self.loaded, self._parameters, self._shared)
+        else:
+            vars(self.value).update(vars(self._copy))
 
     def _way_back(self) -> Callable[[], None] | None:
         optimizers = with_wrapped(self.value)
@@ -350,8 +358,10 @@ class _ModuleEntry(StateEntry):
         super().fit(values, around)
         self._versions = around.versions.get(self.key)
         tensors = {name: self._tensor(path) for name, path in self.names.items()}
-        if any(tensor is not None and values[name] is not tensor for name, tensor in tensors.items()):
-            self.can_raise = True  # a tensor of another class, which the module copies itself
+        copied = (tensor for name, tensor in tensors.items() if tensor is not None and values[name] is not tensor)
+        fixed = (tensor for tensor in tensors.values() if tensor is not None and tensor.is_inference())
+        if any(True for _ in (*copied, *fixed)):
+            self.can_raise = True  # of another class, which the module copies itself, or one that it cannot change
 
     def put(self) -> None:
         current = self.value.state_dict()
@@ -383,6 +393,8 @@ class _ModuleEntry(StateEntry):
                 each()
             for module, value in extra:
                 module.set_extra_state(value)
+            for each in undo if extra else ():  # what the module's own code has replaced or counted
+                each()
 
         return undo_all
 
@@ -461,6 +473,7 @@ class _StatefulEntry(StateEntry):
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
         super().fit(values, around)
+        self.can_raise = self.can_raise or not isinstance(self.loaded, dict)  # it was no scheduler's
         if not isinstance(self.value, torch.optim.Optimizer):
             warn_of_numbers(self.key, self.loaded)
         optimizer = getattr(self.value, "optimizer", None) or getattr(self.value, "_optimizer", None)
@@ -508,7 +521,8 @@ class _PlainEntry(StateEntry):
     def __init__(self, key: str, value: Any, saved: SavedEntries, state: Mapping[str, Any]) -> None:
         super().__init__(key, value, saved)
         self._state = state
-        self.can_raise = any(type(container) not in BUILTIN for container, _ in _containers(value))
+        containers = (state, *(container for container, _ in _containers(value)))
+        self.can_raise = any(type(container) not in BUILTIN for container in containers)
 
     def wanted(self) -> dict[str, ReadRequest]:
         current = flattened({self.key: self.value})[0] if isinstance(self.value, MutableMapping | list) else {}

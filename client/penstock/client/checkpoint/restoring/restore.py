@@ -6,6 +6,7 @@ all objects unchanged. torch.load runs with weights_only, unless the caller trus
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from penstock.proto.errors import (
     InvalidArgumentError,
 )
 from penstock.proto.state.checkpoint_files import INDEX, METADATA, CheckpointFile, Manifest
+
+_log = logging.getLogger("penstock.checkpoint")
 
 TRIES = 20
 """Attempts to choose a checkpoint: another process may delete it before it is pinned."""
@@ -101,16 +104,15 @@ class LoadedCheckpoint:
             if entry.comes_last:
                 entry.put()
 
-    def undo(self) -> list[str]:
-        """Give all values back what they had before `put`. Return the keys of those whose own code refuses that."""
+    def undo(self) -> None:
+        """Give all values back what they had before `put`, also if a signal's handler raises meanwhile. The keys of
+        those whose own code refuses that are logged."""
         FillRequest.undo(self._fills)
-        refused = []
         for entry in reversed(self._entries):
             try:
                 entry.undo()
-            except Exception:
-                refused.append(entry.key)
-        return refused
+            except BaseException:
+                _log.warning("%r refuses the state that it had before the restore: make it anew", entry.key)
 
 
 def load(

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from penstock.client.checkpoint.saving.collect import CollectedState, collect, object_bytes
 from penstock.client.checkpoint.saving.planning import GlobalPlan, Key, LocalItem, agree, decode_items, encode_items
 from penstock.client.checkpoint.saving.ranks import Ranks
-from penstock.client.checkpoint.values.objects import load_object
+from penstock.client.checkpoint.values.objects import load_object, unknown_classes
 from penstock.client.checkpoint.values.plain_values import PLAIN, value_digest
 from penstock.client.checkpoint.values.torch_private import find_state_dict_object
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
@@ -57,7 +57,7 @@ class Agreement:
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
         self._tried: set[str] = set()
-        """Names of objects that were loaded once, to find out whether a restore can load them."""
+        """Names of objects and tensors that were read once, to find out whether a restore can load them."""
 
     def agree_on_save(
         self, step: int, folder: str, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
@@ -75,7 +75,7 @@ class Agreement:
             if collected.signature != self._signature:
                 self._plan, self._items, self._signature = None, collected.items(), collected.signature
             objects = object_bytes(collected, self._items)
-            self._warn_of_opaque(collected, objects)
+            self._try(collected, objects)
             if self._checked and self._plan is not None:
                 known = digests(collected, self._items, objects, self._plan.shared)
             return {
@@ -110,14 +110,24 @@ class Agreement:
         everywhere = sorted({save for answer in answers for save in answer["in_flight"]})
         return AgreedSave(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
-    def _warn_of_opaque(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
-        for name, kind in collected.opaque.items():
-            if name in self._tried or (name, None) not in objects:
+    def _try(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
+        """Warn of objects that need `allow_unsafe_types`. Raise InvalidArgumentError for a tensor of a class that no
+        restore could load."""
+        for (name, offset), data in objects.items():
+            if name in self._tried or (offset is None and name not in collected.opaque):
                 continue
+            if offset is not None and (classes := unknown_classes(data)):
+                raise InvalidArgumentError(
+                    f"{name!r} of the state to save is a tensor of a class that torch.load does not know, "
+                    f"{', '.join(classes)}: pass it to torch.serialization.add_safe_globals, here and before a restore"
+                )
             self._tried.add(name)
+            if offset is not None:
+                continue
             try:
-                load_object(objects[name, None], name, "", unsafe=False)
+                load_object(data, name, "", unsafe=False)
             except CheckpointError:
+                kind = collected.opaque[name]
                 _log.warning("%r of the state contains %s: it needs restore(..., allow_unsafe_types=True)", name, kind)
 
     def _replan(self, collected: CollectedState) -> GlobalPlan:

@@ -120,10 +120,10 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
     except Exception as error:  # arbitrary bytes can raise any error
-        if classes := _unknown_classes(data):
+        if classes := unknown_classes(data):
             raise CheckpointError(
                 f"{name!r} is a tensor of a class that torch.load does not know here, {', '.join(classes)}: import the "
-                "package that has it before"
+                "package that has it before, or pass the class to torch.serialization.add_safe_globals"
             ) from error
         raise CheckpointCorruptError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
@@ -131,7 +131,7 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
     return tensor
 
 
-def _unknown_classes(data: bytes) -> list[str]:
+def unknown_classes(data: bytes) -> list[str]:
     try:
         return torch.serialization.get_unsafe_globals_in_checkpoint(_stored(data))
     except Exception:  # here too

@@ -299,7 +299,7 @@ def _feed(hasher: Any, value: Any, depth: int) -> None:
 def _feed_tensor(hasher: Any, tensor: torch.Tensor) -> None:
     hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     try:
-        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         if plain.numel():
             hasher.update(plain.view(torch.uint8).numpy().tobytes())
     except (RuntimeError, TypeError, NotImplementedError):  # a kind of tensor without bytes
