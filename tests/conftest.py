@@ -99,6 +99,7 @@ SLOW_SUITES = {
     "integrations",
     "packaging",
     "checkpoint/test_killed_writer",
+    "checkpoint/test_other_libraries",
     "checkpoint/test_power_loss",
     "deploy/test_demo",
     "docs/test_blocks",
