@@ -45,6 +45,7 @@ __all__ = [
     "preempted",
     "quantised_restore",
     "quantised_save",
+    "surrounded",
     "torch_fsdp_save",
 ]
 
@@ -119,6 +120,12 @@ def fsdp_save(folder: str) -> dict[str, Any]:
         for step in (3, 4):  # the second one by the plan of the first
             checkpointer.save(step, {"model": network, "optimizer": optimizer})
     return described(network, optimizer)
+
+
+def surrounded(environment: dict[str, str], function: str, *arguments: Any) -> Any:
+    """Run another function of this module with these environment variables."""
+    with mock.patch.dict(os.environ, environment):
+        return globals()[function](*arguments)
 
 
 def torch_fsdp_save(folder: str) -> dict[str, Any]:

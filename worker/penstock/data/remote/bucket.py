@@ -105,13 +105,16 @@ class Bucket(RemoteFolder):
             raise
 
     def content(self, name: str, *, deadline_s: float) -> bytes | None:
-        """Return a small object; None if there is none."""
-        try:
-            return self.read(name, deadline_s=deadline_s)
-        except ShardUnavailableError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+        """Return a small object by one request; None if there is none."""
+
+        def work(until: float) -> bytes | None:
+            try:
+                return bytes(self._call(until, "cat_file", self._path_of(name, until)))
+            except FileNotFoundError:
                 return None
-            raise
+
+        data: bytes | None = self._retry(work, name, deadline_s, "read")
+        return data
 
     def listed(self, prefix: str = "", *, deadline_s: float) -> dict[str, int]:
         """Return the sizes of all objects below whose names begin with `prefix`, by name."""
