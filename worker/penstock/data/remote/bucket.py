@@ -179,7 +179,13 @@ class Bucket(RemoteFolder):
                 raise ShardUnavailableError(
                     f"{self.url}: there is no bucket {bucket!r}. Create it, or check the address and storage_options"
                 ) from None
-            if _refuses(error) and not isinstance(error, (FileNotFoundError, FileExistsError, PermissionError)):
+            if isinstance(error, PermissionError):
+                raise ShardUnavailableError(
+                    f"{self.url_of(name or '')}: the object store denies {method} ({_code(error) or error}). Renew the "
+                    "keys (AWS_ACCESS_KEY_ID, a role, or storage_options), or let them list, read, write and delete "
+                    "there"
+                ) from None
+            if _refuses(error) and not isinstance(error, (FileNotFoundError, FileExistsError)):
                 raise ShardUnavailableError(
                     f"{self.url_of(name or '')}: the object store refuses {method}: {error}. Check the address and "
                     "storage_options"

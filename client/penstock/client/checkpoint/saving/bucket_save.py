@@ -115,8 +115,9 @@ class BucketSave(SaveJob):
         kept = running | {one.save for one in catalog.checkpoints}
         left = [name for name in objects if save_of(name) not in (running if _is_message(name) else kept)]
         self._bucket.remove_all(left, deadline_s=self.left())
+        # An upload of a complete checkpoint was begun twice, because the first answer was lost.
         self._bucket.end_uploads(
-            ((name, of) for name, of in uploads if save_of(name) not in kept), deadline_s=self.left()
+            ((name, of) for name, of in uploads if save_of(name) not in running), deadline_s=self.left()
         )
         yield
 
@@ -225,10 +226,11 @@ class BucketSave(SaveJob):
     # ---- the other ranks
 
     def verdict(self) -> dict[int, str] | None:
-        if causes := self._failure():
-            return causes
+        causes = self._failure()
         catalog = newest_catalog(self._bucket, deadline_s=self.left())
-        return {} if any(one.save == self.save for one in catalog.checkpoints) else None
+        if any(one.save == self.save for one in catalog.checkpoints):
+            return {}  # also if rank 0's writer was lost after its commit
+        return causes or None
 
     def _failure(self) -> dict[int, str]:
         failed = self._heard(FAILED)
