@@ -17,10 +17,11 @@ STAMP := $(VENV)/.setup-done
 PEERS ?= .peers
 PEER_NAMES := litdata ray readers streaming tf torchdata
 BENCH_ARGS ?=
-# Of `make chaos`, `make histories` and `make simulate`: the seed of the first run, or of the one to look at, and how many there are.
+# Of `make chaos`, `make histories`, `make bucket-kills` and `make simulate`: the seed of the first run, or of the one to look at, and how many there are.
 SEED ?=
 RUNS ?= 5
 SEEDS ?= 2000
+ROUNDS ?= 500
 HISTORIES_ARGS ?=
 # Of `make storm`: jobs that open at once (50 if neither is given), or boxes of one job that save at once.
 JOBS ?=
@@ -51,7 +52,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock dist proto proto-check proto-baseline cli weight lint format format-check types docs compile pytest pytest-slow test slow simulate chaos histories fuzz demo
+.PHONY: help setup lock dist proto proto-check proto-baseline cli weight lint format format-check types docs compile pytest pytest-slow test slow simulate chaos histories bucket-kills fuzz demo
 .PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers bench-readers gpu storm peers pythons versions clean
 
 help: ## list the targets
@@ -160,6 +161,10 @@ chaos: $(STAMP) ## faults of every kind at random times, a minute a run; SEED=1 
 histories: $(STAMP) ## random histories of training jobs against the model of tests/model; SEED=1 RUNS=5, HISTORIES_ARGS="--parallel 4"
 	PYTHONPATH=tests/support:tests/inputs:tests/model$${PYTHONPATH:+:$$PYTHONPATH} PENSTOCK_CONFIG=/dev/null \
 		$(BIN)/python -m proof --seed $(or $(SEED),1) --runs $(RUNS) $(HISTORIES_ARGS)
+
+bucket-kills: $(STAMP) ## kills at any request of a job that saves into a bucket, half an hour; SEED=1 ROUNDS=500
+	PYTHONPATH=tests/support:tests/inputs$${PYTHONPATH:+:$$PYTHONPATH} \
+		$(BIN)/python -m bucket_kills --seed $(or $(SEED),1) --rounds $(ROUNDS)
 
 signals: $(STAMP) ## signal handlers that save, at 200 random instants of a save
 	PENSTOCK_SIGNALS=200 $(BIN)/pytest -n 0 tests/checkpoint/test_calls.py

@@ -1,6 +1,6 @@
 """Downloads of a shard from S3 by Penstock and by boto3, the vendor's client, in turn.
 
-    python -m benchmarks.s3_download [--rounds 7] [--mib 32] [--delay-ms 50]
+    PYTHONPATH=tests/support python -m benchmarks.s3_download [--rounds 7] [--mib 32] [--delay-ms 50]
 
 The server is moto's on this machine, in a process of its own, and answers each request after a delay, as a distant one
 does. Connections and sessions of both clients exist before the clock starts. boto3 downloads with its defaults (10
@@ -11,61 +11,22 @@ of the bytes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from s3_server import KEYS, S3Server
 
 from penstock.data.remote.folders import RemoteFolder
 
 __all__ = ["main"]
 
-KEYS = {
-    "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
-    "AWS_SECRET_ACCESS_KEY": "example",
-    "AWS_DEFAULT_REGION": "us-east-1",
-}
-SERVER = """
-import sys, time
-from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import run_simple
-application = DomainDispatcherApplication(create_backend_app)
-def delayed(environ, start):
-    time.sleep(float(sys.argv[2]))
-    return application(environ, start)
-run_simple("127.0.0.1", int(sys.argv[1]), delayed, threaded=True)
-"""
 DEADLINE_S = 60.0
-
-
-@contextlib.contextmanager
-def _server(delay_s: float) -> Iterator[str]:
-    """Context manager that runs an S3 server, which waits `delay_s` seconds before each answer. Its value is the
-    server's URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port), str(delay_s)], stderr=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + DEADLINE_S
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            if process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError("moto's server must start within a minute: pip install 'moto[server]'")
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -89,12 +50,12 @@ def main() -> None:
     boto3: Any = importlib.import_module("boto3")
     size = options.mib << 20
     data = os.urandom(size)
-    with _server(options.delay_ms / 1000) as address, tempfile.TemporaryDirectory() as scratch:
-        client = boto3.client("s3", endpoint_url=address)
+    with S3Server(delay_s=options.delay_ms / 1000) as server, tempfile.TemporaryDirectory() as scratch:
+        client = boto3.client("s3", endpoint_url=server.url)
         client.create_bucket(Bucket="shards")
         client.put_object(Bucket="shards", Key="data/shard.mds", Body=data)
         ours, theirs = Path(scratch, "ours"), Path(scratch, "theirs")
-        folder = RemoteFolder("s3://shards/data", {"client_kwargs": {"endpoint_url": address}})
+        folder = RemoteFolder("s3://shards/data", {"client_kwargs": {"endpoint_url": server.url}})
         readers: dict[str, Callable[[], object]] = {
             "penstock": lambda: folder.download("shard.mds", ours, expected_size=size, deadline_s=DEADLINE_S),
             "boto3": lambda: client.download_file("shards", "data/shard.mds", str(theirs)),

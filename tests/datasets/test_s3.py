@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,6 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 from forked import join_all
+from s3_server import S3Server
 from s3fs import S3FileSystem
 from shard_folder import HASH, make_shards, raw_bytes
 
@@ -29,36 +27,9 @@ NAME = "shard.00000.mds"
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    log = tmp_path_factory.mktemp("moto") / "log"
-    command = [sys.executable, "-c", "from moto.server import main; main()", "-p", str(port)]
-    with log.open("w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture(scope="module")
-def options(endpoint: str) -> dict[str, Any]:
-    return {
-        "key": "AKIAIOSFODNN7EXAMPLE",
-        "secret": "wJalrXUtnFEMI",
-        "client_kwargs": {"endpoint_url": endpoint},
-    }
+def options() -> Iterator[dict[str, Any]]:
+    with S3Server() as server:
+        yield server.options
 
 
 @pytest.fixture(scope="module")

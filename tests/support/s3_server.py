@@ -259,6 +259,7 @@ class _Application:
             "status": 0,
         }
         with self._counting:
+            self._requests.append(entry)
             fault = self._fault_for(f"{entry['method']} {entry['path']}")
         body = _read_body(environ, cut=fault is not None and fault.kind == "cut")
         if body is None or (fault is not None and fault.kind == "cut" and body):
@@ -277,7 +278,6 @@ class _Application:
     ) -> Iterable[bytes]:
         with self._handling:
             with self._counting:
-                self._requests.append(entry)
                 strike = self._strike_at(entry)
             if strike is not None and strike.moment == "after":
                 self._handle(environ, entry)
