@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import subprocess
 import threading
+import zoneinfo
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -355,6 +357,10 @@ def test_states_that_cannot_be_meant(tmp_path: Path) -> None:
             AsyncCheckpointer(tmp_path).result()
 
 
+ZONE = b"TZif".ljust(36, b"\0") + bytes([0, 0, 0, 1, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0]) + b"UTC\0"
+"""A file of a time zone without a name."""
+
+
 def test_what_cannot_be_saved_is_named(checkpointer: AsyncCheckpointer) -> None:
     wrong = [
         (lambda: 1, r"'x.y' of the state to save cannot be saved: .*(local object|pickle)"),
@@ -367,6 +373,7 @@ def test_what_cannot_be_saved_is_named(checkpointer: AsyncCheckpointer) -> None:
             "'x.y' .* is a nested tensor",
         ),
         (torch.ones(2, device="meta"), r"'x.y' of the state to save is on the meta device, and has no values"),
+        (zoneinfo.ZoneInfo.from_file(io.BytesIO(ZONE)), r"'x.y' of the state to save cannot be saved: PicklingError"),
         (nn.LazyLinear(3).weight, r"'x.y' of the state to save has no values yet"),
         (
             {object(): 1},

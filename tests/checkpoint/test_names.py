@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from around import Around
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -16,7 +17,7 @@ from torch import nn
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.values.optimizers import group_order, named_state, numbered_state, regrouped
 from penstock.client.checkpoint.values.parameter_names import parameter_names
-from penstock.proto.errors import CheckpointError
+from penstock.proto.errors import CheckpointError, InvalidArgumentError
 
 LAYERS = ("a", "b", "c", "d")
 
@@ -116,8 +117,9 @@ def test_states_go_by_names(kind: str, arranged: Any) -> None:
     assert alike(dict(fresh.named_parameters()), dict(net.named_parameters()))
 
 
-def test_modules_in_another_order_are_restored(checkpointer: AsyncCheckpointer) -> None:
-    """Groups with a schedule each, in another order too."""
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_modules_in_another_order_are_restored(checkpointer: AsyncCheckpointer, wrapped: bool) -> None:
+    """Groups with a schedule each, in another order too. A schedule is of the optimizer within a wrapper."""
 
     def made(order: tuple[str, ...]) -> tuple[Net, Any, Any]:
         net = Net(order, tied=True)
@@ -134,9 +136,10 @@ def test_modules_in_another_order_are_restored(checkpointer: AsyncCheckpointer) 
 
     net, optimizer, scheduler = made(LAYERS)
     run(net, optimizer, scheduler)
-    checkpointer.save(1, {"model": net, "optimizer": optimizer, "scheduler": scheduler})
+    around: Any = Around if wrapped else lambda one: one
+    checkpointer.save(1, {"model": net, "optimizer": around(optimizer), "scheduler": scheduler})
     fresh, again, schedule = made(LAYERS[::-1])
-    checkpointer.restore({"scheduler": schedule, "optimizer": again, "model": fresh})
+    checkpointer.restore({"scheduler": schedule, "optimizer": around(again), "model": fresh})
     assert alike(by_name(net, optimizer), by_name(fresh, again))
     run(net, optimizer, scheduler)
     run(fresh, again, schedule)
@@ -188,6 +191,10 @@ def test_names_from_elsewhere(tmp_path: Path) -> None:
     assert parameter_names(plain, {"model": net.state_dict()}, "plain") == [name for name, _ in net.named_parameters()]
     with pytest.warns(UserWarning, match=r"'plain' .* 4 parameters of shape .* Adam\(model.named"):
         assert parameter_names(plain, {}, "plain")[:2] == ["#0 [4, 4]", "#1 [4]"]
+    twice = torch.optim.Adam(other.parameters())
+    twice.param_groups[0]["param_names"] = ["same", "same"]
+    with pytest.raises(InvalidArgumentError, match=r"'twice' .* several parameters named 'same'"):
+        parameter_names(twice, {}, "twice")
     own = torch.optim.Adam(net.named_parameters())
     assert parameter_names(own, {}, "own") == [name for name, _ in net.named_parameters()]
 
@@ -241,6 +248,10 @@ def test_numbered_states_inside_others_warn(checkpointer: AsyncCheckpointer) -> 
         checkpointer.save(1, state)
     with pytest.warns(UserWarning, match="'plain.inner' of the state is an optimizer's state_dict"):
         checkpointer.restore(state)
+    lone = torch.optim.SGD([nn.Parameter(torch.ones(2))], momentum=0.9)
+    lone.param_groups[0]["params"][0].grad = torch.ones(2)
+    lone.step()
+    checkpointer.save(2, {"plain": lone.state_dict()})  # one parameter has no order
 
 
 class Odd(torch.optim.Optimizer):
@@ -299,7 +310,7 @@ def test_order_dependent_states_are_refused(checkpointer: AsyncCheckpointer, kin
         if kind == "flat":
             return net, torch.optim.LBFGS(net.parameters(), max_iter=2)
         scales = [ord(name[0]) / 100 for name, _ in net.named_parameters()]
-        return net, torch.optim.SGD([{"params": [*net.parameters()], "scales": scales, "betas": [0.9] * 8}])
+        return net, torch.optim.SGD([{"params": [*net.parameters()], "betas": [*range(8)], "scales": scales}])
 
     net, optimizer = made(LAYERS)
 

@@ -121,6 +121,7 @@ class Held:
         (["adam", "adam"], [*map("".join, [["ad", "am"], ["ad", "am"]])], True),
         ({"a": 1, "b": [2]}, {"b": [2], "a": 1}, True),
         ({3, 1, 2}, {1, 2, 3}, True),
+        (Counter("abb"), Counter("bba"), True),
         ((torch.ones(2, 2).t(), 1), (torch.ones(2, 2), 1), True),
         (1, 1.0, False),
         (["ab", "c"], ["a", "bc"], False),

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from around import Around
 from quantised import Rows8
 from torch import nn
 
@@ -288,7 +289,8 @@ class Elsewhere(torch.optim.SGD):
 
     def state_dict(self) -> Any:
         plain = super().state_dict()
-        state = {number: {"packed": dict(value)} for number, value in plain["state"].items()}
+        both = torch.ones(1)
+        state = {number: {"packed": dict(value), "both": both} for number, value in plain["state"].items()}
         return {**plain, "state": state}
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -304,32 +306,6 @@ class Wrapped(torch.optim.SGD):
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict["base"])
-
-
-class Around(torch.optim.Optimizer):
-    """A wrapper that has its optimizer's parameters, and neither its state nor what `Optimizer` sets, as timm's
-    Lookahead."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        self._base = base
-        self.param_groups, self.state = base.param_groups, collections.defaultdict(dict)
-
-    @classmethod
-    def of(cls, *arguments: Any, **options: Any) -> Around:
-        return cls(torch.optim.SGD(*arguments, **options))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._base.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        return self._base.step(closure)
-
-    def state_dict(self) -> Any:
-        return self._base.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self._base.load_state_dict(state_dict)
-        self.param_groups = self._base.param_groups
 
 
 class Casts(torch.optim.SGD):
@@ -371,6 +347,23 @@ def test_state_dicts_of_other_shapes(checkpointer: AsyncCheckpointer, kind: Any)
         assert torch.equal(again.weight, module.weight)
 
 
+def test_a_step_is_of_the_type_that_the_optimizer_takes(checkpointer: AsyncCheckpointer) -> None:
+    def made(fused: bool) -> dict[str, Any]:
+        module = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(module.parameters(), fused=fused)
+        torch.autograd.backward(module(torch.ones(1, 2)).sum())
+        optimizer.step()
+        return {"model": module, "optimizer": optimizer}
+
+    saved, present = made(False), made(True)
+    for state in saved["optimizer"].state.values():
+        state["step"] = state["step"].double()  # as torch makes it where float64 is the default
+    saved["optimizer"].param_groups[0]["fused"] = True
+    checkpointer.save(1, saved)
+    checkpointer.restore(present)
+    assert {state["step"].dtype for state in present["optimizer"].state.values()} == {torch.float32}
+
+
 # ---- modules
 
 
@@ -401,6 +394,34 @@ def test_modules_load_what_older_versions_saved(checkpointer: AsyncCheckpointer)
     checkpointer.restore({"model": nn.Sequential(new)})
     assert list(map(torch.equal, new.parameters(), old.parameters())) == [True]
     assert new.seen == 1
+
+
+class Moved(nn.Module):
+    """A module that has renamed one inside it, and finds its old version."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.BatchNorm1d(2))
+        self.seen: Any = None
+        module: Any = self
+        module.register_load_state_dict_pre_hook(Moved.rename)
+
+    def load_state_dict(self, state_dict: Any, *options: Any) -> Any:
+        self.seen = state_dict._metadata["old"]["version"]
+        return super().load_state_dict(state_dict, *options)
+
+    def rename(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        for name in [name for name in state_dict if name.startswith(f"{prefix}old.")]:
+            state_dict[f"{prefix}new{name.removeprefix(f'{prefix}old')}"] = state_dict.pop(name)
+
+
+def test_hooks_that_rename(checkpointer: AsyncCheckpointer) -> None:
+    old, new = Moved("old"), Moved("new")
+    old.get_submodule("old").running_mean.add_(1)  # type: ignore[operator]
+    checkpointer.save(1, {"model": old})
+    checkpointer.restore({"model": new})
+    assert new.get_buffer("new.running_mean").tolist() == [1, 1]
+    assert new.seen == 2
 
 
 def test_observers_that_resize_themselves(checkpointer: AsyncCheckpointer) -> None:
@@ -517,9 +538,6 @@ def test_a_failing_hook_of_an_optimizer_changes_nothing(checkpointer: AsyncCheck
         linear = nn.Linear(2, 2)
         return Copies(), linear, torch.optim.SGD(linear.parameters(), lr=lr)
 
-    def refuse(_: Any) -> None:
-        raise ValueError("no")
-
     names = ("copies", "linear", "optimizer")
     checkpointer.save(1, dict(zip(names, made(1.0), strict=True)))
     present = made(2.0)
@@ -542,16 +560,21 @@ class Keeps(nn.Module):
     def __init__(self, seed: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(3))
-        self.extra, self.loads = torch.full((2,), seed), 0
+        self.extra, self.seen = torch.full((2,), seed), [seed]
 
     def get_extra_state(self) -> Any:
         return {"t": self.extra}
 
     def set_extra_state(self, state: Any) -> None:
         self.extra.copy_(state["t"])
-        self.loads += 1
+        self.seen.append(0)
+        self.loaded = True
         if state["t"].eq(1).all():
             raise ValueError("no")
+
+
+def refuse(*_: Any) -> None:
+    raise ValueError("no")
 
 
 class InPlace(torch.optim.SGD):
@@ -573,6 +596,11 @@ def raising(what: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     fresh = seed > 1
     module: Any = Keeps(float(seed)) if what == "module" else nn.Linear(3, 3)
+    if what == "observer":  # it takes the shape that was saved
+        module = nn.Sequential(torch.ao.quantization.PerChannelMinMaxObserver(), Keeps(float(seed)))
+        module[0](torch.ones(seed, 5))
+    if what == "hook" and fresh:
+        module.register_load_state_dict_post_hook(refuse)
     if what == "inference":
         with torch.inference_mode():
             module.register_buffer("fixed", torch.rand(2))
@@ -586,9 +614,40 @@ def raising(what: str, seed: int) -> dict[str, Any]:
     optimizer.step()
     tensor = torch.rand(2, dtype=torch.float64 if fresh else torch.bfloat16)
     state: dict[str, Any] = {"tensor": tensor, "model": module, "optimizer": optimizer, "n": seed}
-    if what == "scheduler":
+    if what == "observer":
+        state["whole"] = quantised(seed)
+    elif what == "scheduler":
         state["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 3) if fresh else Listed()
     return Strict(state) if what == "container" else state
+
+
+class Sees:
+    """An object that looks at the rest of the state when it is loaded."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.seen: Any = None
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, _: Any) -> None:
+        self.seen = self.state["n"], *self.state["model"].bias.tolist()
+
+
+def test_own_code_runs_last(checkpointer: AsyncCheckpointer) -> None:
+    def made(seed: int) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        module = nn.Linear(2, 2)
+        state.update(sees=Sees(state), n=seed, model=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+        return state
+
+    saved, present, hooked = made(1), made(2), []
+    present["optimizer"].register_load_state_dict_post_hook(lambda one: hooked.append((one, present["n"])))
+    checkpointer.save(1, saved)
+    checkpointer.restore(present)
+    assert present["sees"].seen == (1, *saved["model"].bias.tolist())
+    assert hooked == [(present["optimizer"], 1)]
 
 
 class Listed:
@@ -599,13 +658,17 @@ class Listed:
         pass
 
 
-@pytest.mark.parametrize("what", ["module", "in place", "another optimizer", "inference", "scheduler", "container"])
+WHAT = ["module", "observer", "hook", "in place", "another optimizer", "inference", "scheduler", "container"]
+
+
+@pytest.mark.parametrize("what", WHAT)
 def test_one_that_raises_alone_changes_nothing(checkpointer: AsyncCheckpointer, what: str) -> None:
     checkpointer.save(1, raising(what, 1))
     checkpointer.wait()
     state = raising(what, 2)
     optimizer = state["optimizer"]
-    held = [state, vars(state["model"]), *state["model"].buffers(), optimizer.param_groups, *optimizer.state.values()]
+    modules = [vars(one) for one in state["model"].modules()]
+    held = [state, modules, *state["model"].buffers(), optimizer.param_groups, *optimizer.state.values()]
     before, tensors = repr(held), [value for one in optimizer.state.values() for value in one.values()]
     with pytest.raises(CheckpointError, match="cannot be restored"):
         checkpointer.restore(state)
@@ -627,14 +690,18 @@ def test_what_is_on_the_meta_device_is_named(checkpointer: AsyncCheckpointer) ->
         module = nn.Linear(2, 2, device=device)
         return {
             "model": module,
+            "hooked": module,
             "optimizer": torch.optim.SGD(module.parameters(), momentum=0.9),
             "x": {"t": torch.ones(2)},
         }
 
     checkpointer.save(1, made("cpu"))
     checkpointer.wait()
+    hooked: Any = nn.Linear(2, 2, bias=False, device="meta")
+    hooked.register_load_state_dict_pre_hook(refuse)
     for key, present, words in (
         ("model", made("meta")["model"], r"'model\..*' .* meta device: call to_empty\(\) first"),
+        ("hooked", hooked, r"'hooked\..*' .* meta device: call to_empty\(\) first"),
         ("optimizer", made("meta")["optimizer"], r"meta device: make it after to_empty"),
         ("x", {"t": torch.ones(2, device="meta")}, r"'x.t' .* meta device: call to_empty\(\) first"),
     ):

@@ -30,11 +30,12 @@ class Rows8(torch.Tensor):
     def dequantize(self) -> torch.Tensor:
         return self.codes.float() * self.scale[:, None]
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale"], None
+    def __tensor_flatten__(self) -> tuple[list[str], list[Any]]:
+        return ["codes", "scale"], [self.shape]
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Rows8:
+        assert context == [size]
         return cls(inner["codes"], inner["scale"])
 
     def __repr__(self) -> str:  # type: ignore[override]
