@@ -38,6 +38,8 @@ TOOLS = (
     *("ml-dtypes", "pillow", "torchdata", "transformers", "zstandard"),
 )
 """What the tests need beside the dependencies, in the releases of development."""
+BUCKETS = ("moto", "s3fs")
+"""What the tests of buckets need besides, which are skipped without it. It needs newer releases than the oldest."""
 REMOTE = "grpcio-health-checking"
 """Package by which the index is tried. The machines of CI have no copy of it on their disk."""
 PYTEST = ("-q", "-p", "no:cacheprovider", "-m", "not slow", "-n", "5", "--dist", "loadfile", "--no-loadscope-reorder")
@@ -56,7 +58,8 @@ def project() -> dict[str, list[str]]:
 def requirements(kind: str) -> list[str]:
     """Return what pip installs: lower bounds as exact releases for "oldest", no bounds for "newest"."""
     named = project()
-    tools = [line for line in named["dev"] if re.split(r"[=<>\[]", line)[0] in TOOLS]
+    wanted = TOOLS if kind == "oldest" else TOOLS + BUCKETS
+    tools = [line for line in named["dev"] if re.split(r"[=<>\[]", line)[0] in wanted]
     core = [line.replace(">=", "==") for line in named["core"]] if kind == "oldest" else named["core"]
     return core + tools
 

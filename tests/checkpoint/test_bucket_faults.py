@@ -17,6 +17,9 @@ from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.saving import writer_process
 from penstock.proto.errors import CheckpointError
 
+for needed in ("moto", "s3fs"):
+    pytest.importorskip(needed)
+
 FILES = r"PUT /bucket/run/step-[^ ]*\.distcp"
 COMMIT = r"PUT /bucket/run/catalog-"
 LARGE = 12_000

@@ -14,6 +14,9 @@ from bucket_kills import Rounds, leftovers, plan_of
 from s3_server import Moment, S3Server, Strike
 from waiting import until
 
+for needed in ("moto", "s3fs"):
+    pytest.importorskip(needed)
+
 ROUNDS = 12
 SEED = 46
 BUCKET = "two-jobs"

@@ -34,6 +34,9 @@ from penstock.proto.errors import (
 from penstock.proto.state.checkpoint_catalog import folder_name
 from penstock.proto.state.checkpoint_files import MANIFEST
 
+for needed in ("moto", "s3fs"):
+    pytest.importorskip(needed)
+
 RUN = "s3://bucket/a/run"
 
 
