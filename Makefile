@@ -178,7 +178,7 @@ loaders: $(STAMP) ## save and resume other libraries' loaders again and again, 3
 	$(BIN)/pytest -n 2 tests/loaders/run_third_party.py
 
 frameworks: $(FRAMEWORKS_VENV)/.setup-done ## train inside torchtitan, Megatron-core, TRL, NeMo Automodel and JAX, run a fleet on Ray; 6 GB
-	$(FRAMEWORKS_VENV)/bin/python -m pytest -n 1 tests/frameworks/run_*.py tests/deploy/run_up_ray.py
+	$(FRAMEWORKS_VENV)/bin/python -m pytest -n 1 tests/frameworks/run_*.py tests/deploy/run_up_ray.py tests/integrations/test_hf_trainer.py
 
 $(FRAMEWORKS_VENV)/.setup-done: pyproject.toml tests/frameworks/requirements.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -47,6 +49,10 @@ class Used(FileSystemWriterAsync):
     def finish(self, *arguments: Any) -> None:
         super().finish(*arguments)
         self.saves.append(Path(self.path).name)
+
+
+def no_room(path: str, mode: str) -> Any:
+    raise OSError(28, "no room", path)
 
 
 def put(*modules: str) -> None:
@@ -105,7 +111,7 @@ def saved_by_megatron(folder: Path, strategy: str, *, persistent: bool) -> None:
         if step > 1:  # two saves at once, the first time
             queue.maybe_finalize_async_calls(blocking=True)
     queue.maybe_finalize_async_calls(blocking=True)
-    queue.close()
+    queue.close(abort=persistent)
     (folder / "at once").mkdir(exist_ok=True)
     checkpoints.save(sharded(5), str(folder / "at once"))
     for mark, name in enumerate([*map(str, STEPS), "at once"], 1):
@@ -120,24 +126,63 @@ def saved_by_nvrx(folder: Path, *, persistent: bool) -> None:
     saver: Any = importlib.import_module(f"{NVRX}.state_dict_saver")
     put(f"{NVRX}.filesystem_async")
     queue = scheduler(f"{NVRX}.core", persistent=persistent)
+    is_new = "abort" in inspect.signature(core.AsyncCallsQueue.close).parameters
     cache = saver.CheckpointMetadataCache()
     rank = dist.get_rank()
 
     def own(mark: float) -> dict[str, Any]:
         return {f"{rank}.{name}": value for name, value in values(mark).items()} | {f"{rank}.step": mark}
 
-    for step in STEPS:
-        writer, state = Used(folder / str(step), thread_count=2, separation_hint="0"), own(step)
+    def save(queue: Any, step: int, name: str = "", **options: Any) -> None:
+        writer, state = Used(folder / (name or str(step)), thread_count=2, separation_hint="0", **options), own(step)
         planned = saver.save_state_dict_async_plan(
             state, writer, None, 0, planner=DefaultSavePlanner(), enable_cache=True, metadata_cache=cache
         )
         function, preload, arguments = writer.get_save_function_and_args()
-        finalize = lambda planned=planned: saver.save_state_dict_async_finalize(*planned)  # noqa: E731
+        finalize = lambda: saver.save_state_dict_async_finalize(*planned)  # noqa: E731
         queue.schedule_async_request(core.AsyncRequest(function, arguments, [finalize], {}, preload))
         state[f"{rank}.weight"].zero_()
+
+    def finalized(queue: Any) -> str:
+        """Return the error of what was not saved."""
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except CheckpointException as error:
+            return str(error)
+        return ""
+
+    def failing() -> None:
+        """On the last rank. NVRx 0.4 raises on rank 0 alone, and has the others wait for it."""
+        last = rank == dist.get_world_size() - 1
+        save(queue, 5, "failing", **({"open_file": no_room} if last else {}))
+        said = finalized(queue)
+        assert said
+        assert last or re.search(r"rank 1: the process that writes .* failed: OSError: .*no room", said), said
+        assert not (folder / "failing" / ".metadata").exists()
+
+    def aborted() -> None:
+        """Of two queues, as a restart within the process does; both go on."""
+        queues = (queue, scheduler(f"{NVRX}.core", persistent=persistent))
+        for each, name in zip(queues, ("aborted", "aborted too"), strict=True):
+            save(each, 6, name)
+            each.close(abort=True)
+            said = finalized(each)
+            assert bool(said) != (folder / name / ".metadata").exists()
+            assert rank or not said or "left no result: it was killed" in said, said
+        for each, step in zip(queues, (3, 4), strict=True):
+            save(each, step)
+        for each in queues:
+            each.maybe_finalize_async_calls(blocking=True)
+        queues[1].close()
+
+    for step in STEPS:
+        save(queue, step)
         if step > 1:
             queue.maybe_finalize_async_calls(blocking=True)
     queue.maybe_finalize_async_calls(blocking=True)
+    if is_new:
+        failing()
+        aborted()
     queue.close()
     for step in STEPS:
         found = own(0)

@@ -16,7 +16,7 @@ RELEASES = Path(sys.prefix, "releases")
 SCRIPT = Path(__file__).with_name("megatron_saves.py")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("releases", "strategy", "persistent"),
     [
@@ -28,6 +28,7 @@ SCRIPT = Path(__file__).with_name("megatron_saves.py")
         (["megatron-core==0.19.2", "nvidia-resiliency-ext==0.7.0"], "nvrx", True),
         (["megatron-core==0.19.2", "nvidia-resiliency-ext==0.7.0"], "nvrx", False),
         (["nvidia-resiliency-ext==0.4.1"], "alone", True),
+        (["nvidia-resiliency-ext==0.7.0"], "alone", True),
         (["nvidia-resiliency-ext==0.7.0"], "alone", False),
     ],
 )
@@ -41,11 +42,12 @@ def test_saved_and_loaded(tmp_path: Path, releases: list[str], strategy: str, pe
         subprocess.Popen(command, env={**environment, "RANK": str(rank)}, start_new_session=True) for rank in range(2)
     ]
     try:
-        assert [rank.wait(240) for rank in ranks] == [0, 0]
+        assert [rank.wait(540) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:  # and their schedulers' processes, which would wait for ever
             if rank.poll() != 0:
                 os.killpg(rank.pid, signal.SIGKILL)
                 rank.wait()
-    finished = json.loads((tmp_path / "saves-0.json").read_text())
-    assert finished == ["1", "2", "3", "4", *(["at once"] if strategy != "alone" else [])]
+    finished = [name for name in json.loads((tmp_path / "saves-0.json").read_text()) if "aborted" not in name]
+    again = ["3", "4"] * (releases == ["nvidia-resiliency-ext==0.7.0"])  # after failures
+    assert finished == ["1", "2", "3", "4", *(["at once"] if strategy != "alone" else again)]

@@ -3,6 +3,8 @@ tests/frameworks/run_megatron_saves.py."""
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,23 @@ def test_process_without_a_result_is_a_failure(tmp_path: Path) -> None:
     request.write()
     request.finalize()
     assert_holds(tmp_path, 2.0)
+
+
+def test_memory_of_an_aborted_save_is_released(tmp_path: Path) -> None:
+    """Its scheduler forgets the request."""
+
+    def allocated() -> int:
+        return sum(
+            "penstock-checkpoint" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+        )
+
+    before = allocated()
+    values = {**state(1.0), "more": torch.ones(1 << 20)}  # in no memory of an earlier save
+    request = Request(writer := FileSystemWriterAsync(tmp_path), plan(values, writer))
+    assert request is not None
+    del request, writer
+    gc.collect()
+    assert allocated() <= before
 
 
 def test_what_is_not_supported_is_said_at_once(tmp_path: Path) -> None:

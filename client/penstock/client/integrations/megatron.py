@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -140,6 +141,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         sizes = [(name, start, size) for name, start, size, _ in files]
         self._stored = _stored(layout, {key: len(data) for key, data in objects.items()})
         self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, *how)
+        # a scheduler that is aborted forgets a save, and would leave its memory allocated
+        self._forgotten = weakref.finalize(self.write_buckets, self._buffer.close)
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Any] | None, list[Any]]:
         """Return the function that writes the files, None in place of a function that preloads, and the first one's
@@ -165,6 +168,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         if self.write_buckets is None:
             raise CheckpointError("retrieve_write_results() must be called after prepare_write_data()")
         if self._buffer is not None:
+            self._forgotten.detach()
             error = self.write_buckets.error()
             if error is None:  # the process may still be writing, so its memory must not be reused
                 self._failure = "left no result: it was killed, or still runs. Save again after its end"
