@@ -275,7 +275,8 @@ class Odd(torch.optim.Optimizer):
                 one.sub_(state["momentum"].to(one.dtype))
 
 
-def test_states_keep_types_and_shared_tensors(checkpointer: AsyncCheckpointer) -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_states_keep_types_and_shared_tensors(checkpointer: AsyncCheckpointer, wrapped: bool) -> None:
     def made(order: tuple[str, ...]) -> tuple[Net, list[Any]]:
         net = Net(order).bfloat16()
         return net, [torch.optim.NAdam(net.parameters()), torch.optim.ASGD(net.parameters()), Odd(net.parameters())]
@@ -289,8 +290,9 @@ def test_states_keep_types_and_shared_tensors(checkpointer: AsyncCheckpointer) -
     net, optimizers = made(LAYERS)
     fresh, again = made(LAYERS[::-1])
     trained(net, optimizers)
-    checkpointer.save(1, {"model": net, **{f"o{n}": one for n, one in enumerate(optimizers)}})
-    checkpointer.restore({"model": fresh, **{f"o{n}": one for n, one in enumerate(again)}})
+    around: Any = Around if wrapped else lambda one: one
+    checkpointer.save(1, {"model": net, **{f"o{n}": around(one) for n, one in enumerate(optimizers)}})
+    checkpointer.restore({"model": fresh, **{f"o{n}": around(one) for n, one in enumerate(again)}})
     for _ in range(2):
         for one, other in zip(optimizers, again, strict=True):
             assert alike(by_name(net, one), by_name(fresh, other))

@@ -396,6 +396,31 @@ def test_modules_load_what_older_versions_saved(checkpointer: AsyncCheckpointer)
     assert new.seen == 1
 
 
+class Constant(nn.Module):
+    """A module whose extra state is a tensor of all modules until it is loaded."""
+
+    NONE = torch.zeros(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = Constant.NONE
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+
+def test_an_extra_state_is_not_filled(checkpointer: AsyncCheckpointer) -> None:
+    saved, present = Constant(), Constant()
+    saved.extra = torch.ones(2)
+    checkpointer.save(1, {"model": saved})
+    checkpointer.restore({"model": present})
+    assert present.extra.tolist() == [1, 1]
+    assert Constant.NONE.tolist() == [0, 0]
+
+
 class Moved(nn.Module):
     """A module that has renamed one inside it, and finds its old version."""
 

@@ -459,7 +459,7 @@ def _loading(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_of(package: str, function: Any) -> bool:
-    return str(getattr(getattr(function, "hook", function), "__module__", "")).startswith(package)
+    return str(getattr(function, "__module__", "")).startswith(package)
 
 
 class _StatefulEntry(StateEntry):
