@@ -107,11 +107,15 @@ class Bucket(RemoteFolder):
     def content(self, name: str, *, deadline_s: float) -> bytes | None:
         """Return a small object by one request; None if there is none."""
 
-        def work(until: float) -> bytes | None:
-            try:
-                return bytes(self._call(until, "cat_file", self._path_of(name, until)))
-            except FileNotFoundError:
-                return None
+        async def body(fs: Any, bucket: str, key: str) -> bytes:
+            answer = await fs._call_s3("get_object", Bucket=bucket, Key=key)
+            async with answer["Body"] as stream:
+                return bytes(await stream.read())
+
+        def work(until: float) -> Any:
+            loop, fs, _ = self._opened(until)
+            with suppress(FileNotFoundError):
+                return self._run(loop, body(fs, self._place()[0], self._key(name)), until, None)
 
         data: bytes | None = self._retry(work, name, deadline_s, "read")
         return data
