@@ -6,9 +6,10 @@ multipart upload of the same bytes.
 In each round the state is saved into the folder and into the bucket, and its files' bytes are uploaded by aiobotocore
 alone, one after another in an order that rotates; a round before the first one, which allocates memory and opens
 connections, is not counted. The server is moto's on this machine, in a process of its own. The plain upload runs in a
-process that does nothing else, has as many parts of the same size in flight as a rank's writer, and the same files; it
-makes no checksums of its own, no list of contents and no commit. A save's time is that from the call of `save` until
-the checkpoint is committed. Ratios are those of the medians.
+process that does nothing else, with the niceness of a rank's writer, the same files, and as many parts of the same size
+at a time; it makes no checksums of its own, no list of contents and no commit. A save's time is that from the call of
+`save` until the checkpoint is committed. Processor time is that of the process that uploads. Ratios are those of the
+medians.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint_modes import make_state
+from benchmarks.checkpoint_small import writer_s
 from benchmarks.machine import commit, describe
 from benchmarks.modes import ROOT
 from benchmarks.processes import busy_cores
@@ -36,6 +38,7 @@ from benchmarks.report import IDLE_CORES, table
 from s3_server import S3Server
 
 from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.saving import writer
 from penstock.data.remote import bucket
 
 __all__ = ["STALL", "THROUGHPUT", "measure"]
@@ -56,11 +59,12 @@ class Plain:
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()
 
-    def upload(self) -> float:
-        """Upload once. Return its seconds."""
+    def upload(self) -> list[float]:
+        """Upload once. Return its seconds, and those of the processor."""
         assert self._process.stdin is not None
         print(file=self._process.stdin, flush=True)
-        return float(self._answer())
+        found: list[float] = json.loads(self._answer())
+        return found
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -96,11 +100,12 @@ async def _plain(sizes: list[int]) -> None:
             parts = await asyncio.gather(*(part(number) for number in range(-(-len(data) // bucket.PART))))
             await client.complete_multipart_upload(**where, MultipartUpload={"Parts": parts})
 
+        os.nice(writer.NICENESS)
         print("ready", flush=True)
         for _ in sys.stdin:
-            began = time.perf_counter()
+            began, processor = time.perf_counter(), time.process_time()
             await asyncio.gather(*(upload(f"plain/{number}", data) for number, data in enumerate(files)))
-            print(time.perf_counter() - began, flush=True)
+            print([time.perf_counter() - began, time.process_time() - processor], flush=True)
             for number in range(len(files)):
                 await client.delete_object(Bucket=BUCKET, Key=f"plain/{number}")
 
@@ -122,17 +127,18 @@ def measure(rounds: int, nbytes: int, folder: Path) -> dict[str, list[float]]:
 
             def saved(checkpointer: AsyncCheckpointer, name: str, number: int) -> dict[str, float]:
                 os.sync()
-                began = time.perf_counter()
+                began, processor = time.perf_counter(), writer_s(checkpointer)
                 checkpointer.save(number, state)
                 stalled = time.perf_counter() - began
                 checkpointer.wait()
-                return {f"{name}, stall": stalled, f"{name}, total": time.perf_counter() - began}
+                total, processor = time.perf_counter() - began, writer_s(checkpointer) - processor
+                return {f"{name}, stall": stalled, f"{name}, total": total, f"{name}, processor": processor}
 
             try:
                 works: list[Callable[[int], dict[str, float]]] = [
                     lambda number: saved(local, "local", number),
                     lambda number: saved(remote, "bucket", number),
-                    lambda number: {"plain upload": plain.upload()},
+                    lambda number: dict(zip(("plain, total", "plain, processor"), plain.upload(), strict=True)),
                 ]
                 for number in range(rounds + 1):
                     at = number % len(works)
@@ -173,7 +179,7 @@ def main() -> int:
     ]
     print(table(("", "s", "(from - to)", "MiB/s"), rows))
     stall = middle["bucket, stall"] / middle["local, stall"]
-    speed = middle["plain upload"] / middle["bucket, total"]
+    speed = middle["plain, total"] / middle["bucket, total"]
     print(f"\nstall, to that of a save into a folder: {stall:.2f}x (<= {STALL})")
     print(f"speed, to that of the plain upload: {speed:.2f}x (>= {THROUGHPUT})")
     return int(stall > STALL or speed < THROUGHPUT)

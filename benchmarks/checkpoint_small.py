@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.client.checkpoint import AsyncCheckpointer
 
-__all__ = ["FIRST", "LATER", "LOADS", "NEWEST", "RESTORE", "SAVES", "TOTAL", "measure"]
+__all__ = ["FIRST", "LATER", "LOADS", "NEWEST", "RESTORE", "SAVES", "TOTAL", "measure", "writer_s"]
 
 FIRST, LATER, TOTAL = "first stall", "later stall", "later total"
 NEWEST, RESTORE = "newest", "restore"
@@ -57,10 +57,10 @@ def _round(folder: Path, entries: int, values: int, kept: int, number: int) -> d
     found: dict[str, Times] = {}
     with AsyncCheckpointer(folder / "penstock") as checkpointer:
         for step in range(kept):
-            writer, began = _writer_s(checkpointer), time.perf_counter()
+            writer, began = writer_s(checkpointer), time.perf_counter()
             found[LATER if step else FIRST] = _timed(lambda step=step: checkpointer.save(step, state))  # type: ignore[misc]
             checkpointer.wait()
-            found[TOTAL] = time.perf_counter() - began, _writer_s(checkpointer) - writer
+            found[TOTAL] = time.perf_counter() - began, writer_s(checkpointer) - writer
         found[NEWEST] = _timed(checkpointer.newest)
         checkpointer.restore(into)  # brings the files into the page cache, where torch leaves what it writes
         found[RESTORE] = _timed(lambda: checkpointer.restore(into))
@@ -94,7 +94,7 @@ def _timed(call: Callable[[], Any]) -> Times:
     return time.perf_counter() - began, time.process_time() - processor
 
 
-def _writer_s(checkpointer: AsyncCheckpointer) -> float:
+def writer_s(checkpointer: AsyncCheckpointer) -> float:
     """Processor time of the writer process so far, by the clock that clock_getcpuclockid(3) returns."""
     pid = checkpointer._writer.pid
     assert pid is not None

@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,36 +103,36 @@ def plan_of(seed: int, number: int) -> Plan:
     )
 
 
-def _listed(server: S3Server, bucket: str, folder: str) -> dict[str, Manifest]:
+def _listed(objects: Mapping[str, bytes], folder: str) -> dict[str, Manifest]:
     """Return the manifests of the checkpoints that the newest list has, by the name of their folder."""
-    names = [key for key in server.objects(bucket) if key.startswith(f"{folder}/catalog-")]
+    names = [key for key in objects if key.startswith(f"{folder}/catalog-")]
     if not names:
         return {}
-    catalog = Catalog.decode(server.read(bucket, max(names)), max(names))
+    catalog = Catalog.decode(objects[max(names)], max(names))
     paths = [f"{folder}/{one.folder}" for one in catalog.checkpoints]
-    return {path: Manifest.decode(server.read(bucket, f"{path}/{MANIFEST}"), f"{path}/{MANIFEST}") for path in paths}
+    return {path: Manifest.decode(objects[f"{path}/{MANIFEST}"], f"{path}/{MANIFEST}") for path in paths}
 
 
 def damage(server: S3Server, bucket: str, folder: str) -> list[str]:
     """Files of listed checkpoints that are not what was written."""
-    objects, found = server.objects(bucket), []
-    for path, manifest in _listed(server, bucket, folder).items():
+    objects, found = server.contents(bucket), []
+    for path, manifest in _listed(objects, folder).items():
         for file in manifest.files:
             key = f"{path}/{file.name}"
             if key not in objects:
                 found.append(f"{key} is missing")
-            elif xxhash.xxh3_128_hexdigest(server.read(bucket, key)) != file.xxh3:
+            elif xxhash.xxh3_128_hexdigest(objects[key]) != file.xxh3:
                 found.append(f"{key} is damaged")
     return found
 
 
 def leftovers(server: S3Server, bucket: str, folder: str) -> list[str]:
     """Unfinished uploads, and objects that belong to no listed checkpoint."""
-    objects = set(server.objects(bucket))
+    objects = server.contents(bucket)
     kept = set(sorted(key for key in objects if key.startswith(f"{folder}/catalog-"))[-LISTS:])
-    for path, manifest in _listed(server, bucket, folder).items():
+    for path, manifest in _listed(objects, folder).items():
         kept |= {f"{path}/{name}" for name in (MANIFEST, *(file.name for file in manifest.files))}
-    return sorted([*(objects - kept), *(f"upload of {key}" for key in server.uploads(bucket))])
+    return sorted([*(objects.keys() - kept), *(f"upload of {key}" for key in server.uploads(bucket))])
 
 
 class Rounds:

@@ -189,6 +189,10 @@ class S3Server:
         found: list[str] = self._ask("uploads", bucket)
         return found
 
+    def contents(self, bucket: str) -> dict[str, bytes]:
+        """Return all objects at one moment, by key."""
+        return {key: data.encode("latin-1") for key, data in self._ask("contents", bucket).items()}
+
     def read(self, bucket: str, key: str) -> bytes:
         found: str = self._ask("read", bucket, key)
         return found.encode("latin-1")
@@ -402,6 +406,11 @@ class _Application:
     def _do_uploads(self, bucket: str) -> list[str]:
         with self._handling:
             return [one.key_name for one in self._backend.get_bucket(bucket).multiparts.values()]
+
+    def _do_contents(self, bucket: str) -> dict[str, str]:
+        with self._handling:
+            found = self._backend.get_bucket(bucket).keys.items()
+            return {name: bytes(key.value).decode("latin-1") for name, key in found}
 
     def _do_read(self, bucket: str, key: str) -> str:
         with self._handling:
