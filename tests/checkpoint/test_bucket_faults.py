@@ -20,6 +20,8 @@ from penstock.proto.errors import CheckpointError
 for needed in ("moto", "s3fs"):
     pytest.importorskip(needed)
 
+pytestmark = pytest.mark.slow
+
 FILES = r"PUT /bucket/run/step-[^ ]*\.distcp"
 COMMIT = r"PUT /bucket/run/catalog-"
 LARGE = 12_000

@@ -90,6 +90,7 @@ def test_the_newest_ones_are_kept(store: S3Server) -> None:
     }
 
 
+@pytest.mark.slow
 def test_one_that_is_copied_is_a_folder_of_ours_and_of_torch(store: S3Server, tmp_path: Path) -> None:
     with AsyncCheckpointer(RUN) as checkpointer:
         checkpointer.save(2, x(2.0))
@@ -106,6 +107,7 @@ def test_one_that_is_copied_is_a_folder_of_ours_and_of_torch(store: S3Server, tm
         assert back(checkpointer, verify=True) == (2, 2.0)
 
 
+@pytest.mark.slow
 def test_shards_go_on_on_any_number_of_ranks(store: S3Server) -> None:
     outcomes = run(2, "ranked_saves:surrounded", store.environment, "fsdp_save", RUN)
     assert not [one for one in outcomes if one.raised], outcomes
@@ -115,6 +117,7 @@ def test_shards_go_on_on_any_number_of_ranks(store: S3Server) -> None:
     assert not [key for key in store.objects("bucket") if "rank-" in key or "begun" in key]
 
 
+@pytest.mark.slow
 def test_check(store: S3Server) -> None:
     network = nn.Linear(20, 30)
     with AsyncCheckpointer(RUN) as checkpointer:
@@ -155,6 +158,7 @@ def test_what_is_undamaged_on_the_local_disk_is_read_there(store: S3Server, tmp_
         assert back(checkpointer, 2) == (2, 2.0)
 
 
+@pytest.mark.slow
 def test_a_full_local_disk_costs_the_copy_alone(
     store: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
