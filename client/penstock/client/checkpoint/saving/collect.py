@@ -11,6 +11,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -151,21 +152,29 @@ class _Flat:
 
     def add(self, value: Any, path: KeyPath) -> None:
         name = ".".join(map(str, path))
-        if type(value) not in LEAVES and _is_flattened(value):
-            if value:
-                self._claim(name, path, self.containers)
-                pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-                for key, inner in pairs:
-                    self.add(inner, (*path, str(key) if isinstance(value, Mapping) else key))
-                return
-            value = {}  # torch would leave an empty dict out
-        self._claim(name, path, self.paths)
+        if not _is_flattened(value):
+            self._put(name, path, value)
+        elif not value:
+            self._put(name, path, {})  # torch would leave an empty dict out
+        else:
+            _claim(name, path, self.containers)
+            by_name = isinstance(value, Mapping)
+            for key, inner in value.items() if by_name else enumerate(value):
+                last = str(key) if by_name else key
+                if type(inner) in LEAVES:  # most values: without a call for each
+                    self._put(f"{name}.{last}", (*path, last), inner)
+                else:
+                    self.add(inner, (*path, last))
+
+    def _put(self, name: str, path: KeyPath, value: Any) -> None:
+        _claim(name, path, self.paths)
         self.values[name] = value
 
-    def _claim(self, name: str, path: KeyPath, known: dict[str, KeyPath]) -> None:
-        if name in known:
-            raise InvalidArgumentError(f"the state to save has two values under the name {name}: rename a key")
-        known[name] = path
+
+def _claim(name: str, path: KeyPath, known: dict[str, KeyPath]) -> None:
+    if name in known:
+        raise InvalidArgumentError(f"the state to save has two values under the name {name}: rename a key")
+    known[name] = path
 
 
 def _is_flattened(value: Any) -> bool:
@@ -191,10 +200,17 @@ def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     return recipes, opaque
 
 
+@lru_cache
+def _is_small(dtype: torch.dtype) -> bool:
+    return _SMALL.fullmatch(str(dtype)) is not None
+
+
 def _unrestorable(tensor: torch.Tensor) -> str:
+    if is_plain(tensor) and not tensor.is_nested and not _is_small(tensor.dtype):
+        return ""
     if is_lazy(tensor):
         return "has no values yet, because its module is lazy: call the module once, or leave the tensor out"
-    if tensor.is_quantized or _SMALL.fullmatch(str(tensor.dtype)):
+    if tensor.is_quantized or _is_small(tensor.dtype):
         return f"is of {tensor.dtype}, which no checkpoint can restore: save plain tensors, such as its int_repr()"
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
