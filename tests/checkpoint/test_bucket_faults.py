@@ -23,7 +23,7 @@ for needed in ("moto", "s3fs"):
 pytestmark = pytest.mark.slow
 
 FILES = r"PUT /bucket/run/step-[^ ]*\.distcp"
-COMMIT = r"PUT /bucket/run/catalog-"
+COMMIT = r"PUT /bucket/[^/]*/catalog-"
 LARGE = 12_000
 """Values of a tensor whose upload has three parts."""
 STEPS = itertools.count(1)
@@ -147,11 +147,13 @@ def test_answers_that_only_s3_gives(checkpointer: AsyncCheckpointer, store: S3Se
     "fault", [Fault("bucket", kind="unconditional"), Fault(COMMIT, 501, "NotImplemented")], ids=["ignored", "refused"]
 )
 def test_a_store_without_conditional_puts(store: S3Server, fault: Fault) -> None:
-    """It would let two jobs commit at once: it is refused before anything is saved."""
+    """It would let two jobs commit at once: every save is refused, before anything is written."""
     store.fail(fault)
-    checkpointer = AsyncCheckpointer("s3://bucket/run")
-    with closing(checkpointer), pytest.raises(CheckpointError, match=r"If-None-Match.*Use another store"):
-        save(checkpointer)
+    with closing(AsyncCheckpointer("s3://bucket/without")) as checkpointer:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"If-None-Match.*Use another store"):
+                save(checkpointer)
+    assert not [key for key in store.objects("bucket") if re.search(r"^without/.*\.distcp", key)]
 
 
 def test_a_bucket_that_is_not_there(store: S3Server) -> None:

@@ -66,7 +66,9 @@ def test_the_later_of_two_jobs_has_the_folder(server: S3Server) -> None:
         older.begin("save", step=3, mark=3)  # both at once
         newer.done("save", step=3, mark=4)
         overtaken(older.answers())
-        os.kill(older.writer(0), signal.SIGKILL)  # another writer is no later job
+        writer = older.writer(0)
+        os.kill(writer, signal.SIGKILL)  # another writer is no later job
+        until(lambda: not Path(f"/proc/{writer}").exists())  # reaped: the next save starts another one
         overtaken(older.call("save", step=4, mark=5))
         whole(newer, 3, 4)
         newer.done("save", step=4, mark=6)

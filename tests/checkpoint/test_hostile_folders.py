@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.client.checkpoint import AsyncCheckpointer, AsyncFileSystemWriter
 from penstock.client.checkpoint.restoring import index
-from penstock.client.checkpoint.restoring.places import FolderPlace
-from penstock.client.checkpoint.restoring.restore import PinnedCheckpoint, load
+from penstock.client.checkpoint.restoring.places import FolderPlace, PinnedCheckpoint
+from penstock.client.checkpoint.restoring.restore import load
 from penstock.client.checkpoint.saving import folder_save
 from penstock.client.checkpoint.saving.save_job import WriteFailed
 from penstock.client.checkpoint.values.objects import bounded

@@ -251,13 +251,14 @@ def test_commands(store: S3Server, tmp_path: Path) -> None:
     [
         ("gs://bucket/run", {}, "s3://BUCKET/RUN"),
         ("s3:///run", {}, "s3://BUCKET/RUN"),
+        (Path("s3://bucket/run"), {}, "by a text, no Path: s3://BUCKET/RUN"),
         ("s3://bucket/../run", {}, "s3://BUCKET/RUN"),
         ("folder", {"local": "other"}, "for a bucket"),
         ("folder", {"storage_options": {}}, "for a bucket"),
         (RUN, {"storage_options": {"session": object()}}, "values of JSON"),
     ],
 )
-def test_wrong_arguments(folder: str, options: dict[str, Any], words: str) -> None:
+def test_wrong_arguments(folder: str | Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         AsyncCheckpointer(folder, **options)
 

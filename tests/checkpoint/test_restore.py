@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.restoring.places import FolderPlace
-from penstock.client.checkpoint.restoring.restore import PinnedCheckpoint, load
+from penstock.client.checkpoint.restoring.places import FolderPlace, PinnedCheckpoint
+from penstock.client.checkpoint.restoring.restore import load
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import INDEX, MANIFEST, checkpoints, leftovers, newest, pinned
 

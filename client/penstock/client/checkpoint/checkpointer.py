@@ -28,8 +28,8 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 
 from penstock.client.checkpoint.restoring.check import differences
-from penstock.client.checkpoint.restoring.places import FolderPlace, place_at
-from penstock.client.checkpoint.restoring.restore import TRIES, LoadedCheckpoint, PinnedCheckpoint, chosen, load
+from penstock.client.checkpoint.restoring.places import FolderPlace, PinnedCheckpoint, place_at
+from penstock.client.checkpoint.restoring.restore import TRIES, LoadedCheckpoint, chosen, load
 from penstock.client.checkpoint.saving.agreement import AgreedSave, Agreement
 from penstock.client.checkpoint.saving.ranks import Ranks
 from penstock.client.checkpoint.saving.save_lock import CallLock, SignalWatch

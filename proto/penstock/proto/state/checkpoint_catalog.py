@@ -10,8 +10,8 @@ on the condition that this name is free. Whatever the list does not have is left
 **One job at a time.** A checkpointer's first save writes a list that names it as the owner. From then on a job that
 began earlier cannot commit: the number that it takes as free is not, and the list there names another owner. So what an
 earlier job has left may be deleted although that job may still run. A list is deleted only after a later one was
-written, so an earlier job may find its number free again; readers do not look at that list, and `Catalog.is_newest`
-tells the job."""
+written, so an earlier job may find its number free again: readers do not look at that list, and the job then looks
+whether the newest list has its save."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -43,15 +44,17 @@ ASK_S = 10.0
 SIGN_SILENCE_S = 12.0
 """Seconds without a sign of life from a save in a bucket until a restore ignores it. Rank 0's writer gives one at least
 every 5 s."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _MARKS = f"/{BEGUN}", f"/{FAILED}"
 SILENCE_S = 8.0
 """Seconds without a sign of life from another process's save, whose machine may be gone, until a restore ignores it."""
 
 
-class Chosen(NamedTuple):
+class PinnedCheckpoint(NamedTuple):
     step: int
     address: str
     """Path or URL of the checkpoint."""
+    save: str
 
 
 class Place(ABC):
@@ -64,7 +67,7 @@ class Place(ABC):
         """Wait until no save runs here, if that can be known."""
 
     @abstractmethod
-    def choose(self, step: int | None) -> Chosen | None:
+    def choose(self, step: int | None) -> PinnedCheckpoint | None:
         """Return the checkpoint of a step, or the one that was saved last; None if there is none at all. Raises
         CheckpointNotFoundError, CheckpointCorruptError."""
 
@@ -106,9 +109,9 @@ def place_at(
     text = os.fspath(where)
     if is_bucket(text):
         return BucketPlace(text, timeout_s, None if local is None else Path(local), storage_options)
-    if "://" in text:
+    if _URL.match(text):  # also one that a Path has shortened
         raise InvalidArgumentError(
-            f"checkpoints must be in a folder, or in a bucket s3://BUCKET/RUN of a store that speaks S3, got {text!r}"
+            f"checkpoints must be in a folder, or in a bucket named by a text, no Path: s3://BUCKET/RUN; got {text!r}"
         )
     return FolderPlace(Path(text).absolute(), timeout_s)
 
@@ -129,7 +132,7 @@ class FolderPlace(Place):
         except OSError:
             pass  # the folder does not exist yet, or can only be read
 
-    def choose(self, step: int | None) -> Chosen | None:
+    def choose(self, step: int | None) -> PinnedCheckpoint | None:
         found = checkpoints(self.folder)
         if step is None:
             check_newer(self.folder, found[0] if found else None)
@@ -144,7 +147,8 @@ class FolderPlace(Place):
             newest = matching[0]
         if newest.damage:
             raise self.damaged(str(newest.path), newest.damage)
-        return Chosen(newest.step, str(newest.path))
+        assert newest.manifest is not None
+        return PinnedCheckpoint(newest.step, str(newest.path), newest.manifest.save)
 
     @contextmanager
     def open(self, address: str) -> Iterator[tuple[Source, Manifest]]:
@@ -205,7 +209,7 @@ class BucketPlace(Place):
         begun, failed = ({name.removesuffix(end) for name in objects if name.endswith(end)} for end in _MARKS)
         return begun - failed - {one.folder for one in self.listed()}
 
-    def choose(self, step: int | None) -> Chosen | None:
+    def choose(self, step: int | None) -> PinnedCheckpoint | None:
         found = self.listed()
         if step is None:
             return self._chosen(found[0]) if found else None
@@ -249,8 +253,8 @@ class BucketPlace(Place):
         with self._errors():
             return newest_catalog(self._bucket, deadline_s=self.timeout_s).checkpoints
 
-    def _chosen(self, one: ListedCheckpoint) -> Chosen:
-        return Chosen(one.step, self.address_of(one.step, one.save))
+    def _chosen(self, one: ListedCheckpoint) -> PinnedCheckpoint:
+        return PinnedCheckpoint(one.step, self.address_of(one.step, one.save), one.save)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

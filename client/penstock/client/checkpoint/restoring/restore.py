@@ -10,11 +10,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.client.checkpoint.restoring.entries import RestoreContext, SavedEntries, StateEntry, entry_for
 from penstock.client.checkpoint.restoring.index import SavedValue, converted, read_index
-from penstock.client.checkpoint.restoring.places import Place
+from penstock.client.checkpoint.restoring.places import PinnedCheckpoint, Place
 from penstock.client.checkpoint.restoring.reading import FillRequest, read
 from penstock.client.checkpoint.restoring.sources import Source
 from penstock.client.checkpoint.saving.collect import OPTIMIZERS, OURS, RECIPES, VERSIONS
@@ -34,12 +34,6 @@ TRIES = 20
 """Attempts to choose a checkpoint: another process may delete it before it is pinned."""
 
 
-class PinnedCheckpoint(NamedTuple):
-    step: int
-    address: str
-    save: str
-
-
 @contextmanager
 def chosen(place: Place, step: int | None, verify: bool) -> Iterator[PinnedCheckpoint | None]:
     """Choose the checkpoint to restore, pinned in the `with`; wait for a save that another process is making."""
@@ -53,7 +47,7 @@ def chosen(place: Place, step: int | None, verify: bool) -> Iterator[PinnedCheck
             with place.open(found.address) as (source, manifest):
                 if verify and (wrong := "; ".join(source.damage(manifest, contents=True))):
                     raise place.damaged(found.address, wrong)
-                yield PinnedCheckpoint(*found, manifest.save)
+                yield found._replace(save=manifest.save)
                 return
         except CheckpointNotFoundError:
             if turn == TRIES - 1:

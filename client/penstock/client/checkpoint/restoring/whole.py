@@ -6,8 +6,8 @@ import warnings
 from typing import Any, NamedTuple
 
 from penstock.client.checkpoint.restoring.index import SavedValue
-from penstock.client.checkpoint.restoring.places import Place
-from penstock.client.checkpoint.restoring.restore import PinnedCheckpoint, load, read_saved_index
+from penstock.client.checkpoint.restoring.places import PinnedCheckpoint, Place
+from penstock.client.checkpoint.restoring.restore import load, read_saved_index
 from penstock.client.checkpoint.saving.collect import OURS
 from penstock.client.checkpoint.values.loader_states import LENGTH, SHARED
 from penstock.proto.errors import CheckpointNotFoundError

@@ -52,19 +52,24 @@ class OwnedBucket:
         self.bucket = opened_bucket(request["folder"], request["storage_options"])
         self.local = Path(request["local"]) if request["local"] else None
         self._owner: str = request["owner"]
+        self._is_tried = False
+        """True once the store has refused to write over a list."""
 
     def claimed(self, deadline_s: float) -> Catalog:
-        """Return the newest list, which names this writer as the owner. Raises WriteFailed if a later job owns it."""
+        """Return the newest list, which names this writer as the owner. Raises WriteFailed if a later job owns it,
+        DatasetError if the store cannot keep it from that."""
         for _ in range(CLAIMS):
             newest = newest_catalog(self.bucket, deadline_s=deadline_s)
-            if newest.owner == self._owner:
-                return newest
-            if self._owner in newest.former:
-                break
-            claim = newest.claimed(self._owner)
-            if self._create(claim, deadline_s):
-                self.bucket.check_conditions(claim.name, claim.encode(), deadline_s=deadline_s)
-                return claim
+            if newest.owner != self._owner:
+                if self._owner in newest.former:
+                    break
+                newest = newest.claimed(self._owner)
+                if not self._create(newest, deadline_s):
+                    continue
+            if not self._is_tried:
+                self.bucket.check_conditions(newest.name, newest.encode(), deadline_s=deadline_s)
+                self._is_tried = True
+            return newest
         raise WriteFailed({0: self._lost})
 
     def commit(self, catalog: Catalog, deadline_s: float) -> None:
@@ -146,16 +151,13 @@ class BucketSave(SaveJob):
     def write_file(self, name: str, region: memoryview, size: int, parts: list[int]) -> CheckpointFile:
         hasher = PartHasher(parts)
 
-        def passing(data: memoryview) -> None:
-            self.check_cancelled()
-            hasher.update(data)
-
         def passed(nbytes: int) -> None:
             self.check_cancelled()
             self.written += nbytes
 
         for begin in range(0, size, HASHED):
-            passing(region[begin : min(begin + HASHED, size)])
+            self.check_cancelled()
+            hasher.update(region[begin : min(begin + HASHED, size)])
         self._write_local(name, region, size)
         self._bucket.put(self._name(name), region[:size], deadline_s=self.left(), passed=passed)
         return CheckpointFile(name, size, *hasher.digests())
@@ -182,7 +184,7 @@ class BucketSave(SaveJob):
         )
 
     def _clear_local(self) -> None:
-        """Delete this rank's files of all but the newest checkpoint and of saves in flight."""
+        """Delete all copies but those of the newest checkpoint and of saves in flight."""
         assert self._owned.local is not None
         if not self._owned.local.is_dir():
             return

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -97,10 +97,9 @@ class SaveJob(ABC):
 
     # ---- what depends on the place
 
-    @contextmanager
-    def leading(self) -> Iterator[None]:
+    @abstractmethod
+    def leading(self) -> AbstractContextManager[None]:
         """Around rank 0's part: keep other jobs out, and delete what stopped saves have left."""
-        yield
 
     @abstractmethod
     def begin(self) -> None:
@@ -234,10 +233,8 @@ class SaveJob(ABC):
     def _fail(self, causes: dict[int, str]) -> None:
         """Raises WriteFailed, after the other ranks were told the causes."""
         failed = WriteFailed(causes)
-        try:
+        with suppress(OSError, PenstockError):
             self.give_up(causes)
-        except (OSError, PenstockError):
-            pass
         raise failed
 
     # ---- the other ranks
