@@ -174,6 +174,14 @@ def test_probe_and_termination_times_suffice() -> None:
         assert "preStop" not in container.get("lifecycle", {}), "SIGTERM alone makes a daemon leave"
 
 
+def test_pods_leave_a_lost_node_before_training_jobs_give_up() -> None:
+    """Kubernetes' own five minutes are longer than jobs wait for a batch; a node counts as lost after 50 s."""
+    for variant, pod in all_pods():
+        seconds = {one["key"].partition("/")[2]: one["tolerationSeconds"] for one in pod.spec["tolerations"]}
+        assert seconds.keys() == {"unreachable", "not-ready"}, (variant, pod.role)
+        assert all(50 + each < 120 for each in seconds.values())
+
+
 def test_autoscaler_follows_demand_and_drains() -> None:
     """Never by processors: what went then had slots, and the job ended with a NoWorkersError."""
     scalers = [
