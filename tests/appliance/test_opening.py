@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, limited
+from fake_cluster import FakeBox, FakeCluster, limited
 
 from penstock.appliance.core.entities import client_of, shown
 from penstock.appliance.journal.journal import StateDir
@@ -114,6 +115,88 @@ def test_superseded_key_cannot_return(world: FakeCluster) -> None:
         world.open(1, num_boxes=2, client_id="a1", attempt_key="one")
     world.run_for(11)  # once the successor is dead, the key is as good as any
     assert world.open(1, num_boxes=2, client_id="c1", attempt_key="one").reply.attempt == 3
+
+
+# ---- rounds of one launcher, whose ranks have the same key: all of one are dead before the next one's are started
+
+
+def rank(world: FakeCluster, box: int, age_s: float, *, life: int = 1, num_boxes: int = 2, key: str = "run") -> FakeBox:
+    return world.open(box, num_boxes=num_boxes, client_id=f"{box}-{life}", attempt_key=key, process_age_s=age_s)
+
+
+def killed(world: FakeCluster, *boxes: FakeBox) -> None:
+    """The processes end, which their connections tell at once."""
+    for box in boxes:
+        world.state_machine.attempts.box_hung_up(box.progress())
+
+
+@pytest.mark.parametrize("key", ["run", ""])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_round_is_one_attempt_whoever_comes_first(
+    world: FakeCluster, key: str, order: tuple[int, ...], noticed: bool
+) -> None:
+    """One rank of the first round had opened no box, and its box looked free in the attempt of the dead."""
+    first = [rank(world, box, 3.0, num_boxes=3, key=key) for box in (0, 1)]
+    assert [box.reply.attempt for box in first] == [1, 1]
+    world.run_for(2, first)
+    if noticed:
+        killed(world, *first)
+    world.run_for(4)
+    opened: dict[int, int] = {}
+    for waited in range(40):  # as the clients do, while a lease runs
+        for box in order:
+            with contextlib.suppress(BoxTakenError):
+                opened[box] = rank(world, box, 3.0 + waited / 4, life=2, num_boxes=3, key=key).reply.attempt
+        if len(opened) == 3:
+            break
+        world.run_for(0.25)
+    assert opened == {0: 2, 1: 2, 2: 2}
+    assert waited == 0 or not noticed
+    assert all(isinstance(box.refused(), SupersededError) for box in first)
+
+
+def test_a_box_waits_for_the_sign_of_life_of_another(world: FakeCluster) -> None:
+    """It may be of the last round: until it has reported after this process's start, nobody knows."""
+    first = rank(world, 0, 3.0)
+    world.now += 2
+    with pytest.raises(BoxTakenError, match=r"box 0, of client .* has not reported for 2\.0 s. Retry in 8 s"):
+        rank(world, 1, 1.0)
+    first.report()
+    assert rank(world, 1, 1.25).reply.attempt == 1
+
+
+def test_a_second_process_for_a_live_box_is_refused(world: FakeCluster) -> None:
+    first = rank(world, 0, 3.0)
+    world.run_for(2, [first])
+    with pytest.raises(BoxTakenError, match="is held by client"):
+        rank(world, 0, 1.0, life=2)
+
+
+def test_a_later_round_opens_its_loaders_under_the_keys_of_the_first(world: FakeCluster) -> None:
+    """A loader that is opened again in a launch adds to the key, in each round the same."""
+    for life in (1, 2, 3):
+        before = [rank(world, box, 2.0, life=life) for box in (0, 1)]
+        attempt = before[0].reply.attempt
+        assert {box.reply.attempt for box in before} == {attempt}
+        again = [rank(world, box, 2.0, life=10 * life, key="run#1") for box in (0, 1)]
+        assert {box.reply.attempt for box in again} == {attempt + 1}
+        with pytest.raises(SupersededError, match="give each launch a new attempt key"):
+            rank(world, 1, 2.0, life=20 * life)  # within a round a key does not come back
+        world.run_for(1, again)
+        killed(world, *again)
+        world.run_for(3)
+
+
+def test_boxes_of_a_restarted_coordinator_must_report_first(tmp_path: Path) -> None:
+    world = FakeCluster(directory=StateDir(tmp_path / "state"))
+    first = rank(world, 0, 3.0)
+    world.restart()
+    with pytest.raises(BoxTakenError):
+        rank(world, 1, 3.0)
+    first.report()
+    assert rank(world, 1, 3.0).reply.attempt == 1
+    world.journal.close()
 
 
 def test_closed_boxes_free_the_run(world: FakeCluster) -> None:

@@ -30,8 +30,10 @@ from served import (
 
 from penstock.appliance.server.service import REPORT_S
 from penstock.proto.errors import (
+    BoxTakenError,
     DeadlineError,
     InvalidArgumentError,
+    PenstockError,
     ProtocolError,
     StateUnavailableError,
     SupersededError,
@@ -95,6 +97,28 @@ async def test_a_run_comes_up_and_long_polls_wake(client: AsyncCoordinatorClient
             while worker.reply.assignments:
                 await client.status()
         assert worker.heartbeats < 10  # it was woken, and did not spin
+
+
+@limited(heartbeat_s=300.0)
+@on_coordinator(SELDOM)
+async def test_a_dead_box_is_known_by_its_connection(client: AsyncCoordinatorClient, address: str) -> None:
+    """Ranks that are started again come long before the leases of the dead ones end."""
+    ranks = {"num_boxes": 2, "attempt_key": "one launcher's", "process_age_s": 0.01}
+    async with AsyncCoordinatorClient(address, TOKEN) as dying:
+        await dying.open_run(opening(client_id="c0", **ranks))
+        seen = (await dying.watch_run(watching())).version
+        held = asyncio.create_task(dying.watch_run(watching(seen_version=seen, hold_s=60)))
+        await dying.status()  # by then the coordinator holds the watch
+        await asyncio.sleep(0.02)
+        with pytest.raises(BoxTakenError, match="may be of an earlier launch"):
+            await client.open_run(opening(box=1, client_id="c1", **ranks))
+    with contextlib.suppress(PenstockError, asyncio.CancelledError):
+        await held
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(BoxTakenError):
+                assert (await client.open_run(opening(box=1, client_id="c1", **ranks))).attempt == 2
+                return
 
 
 @on_coordinator(replace(LIMITS, client_lease_s=0.9))

@@ -19,7 +19,7 @@ from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.api import appliance as module
-from penstock.client.api.appliance_settings import Torchrun
+from penstock.client.api.appliance_settings import Launcher
 from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
 
@@ -155,14 +155,19 @@ def test_unreachable_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the meeting of a rank, as one process of a torchrun launch would."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29511"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_PORT": str(os.getpid()),
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
 
     def make(rank: int) -> SharedAppliance:
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         monkeypatch.setattr("penstock.client.api.rendezvous._shared_so_far", 0)
-        return SharedAppliance(Torchrun())
+        return SharedAppliance(Launcher())
 
     return make
 

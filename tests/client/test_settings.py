@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 import torch
 
-from penstock.client import Appliance
+from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.api import appliance_settings
-from penstock.client.api.appliance_settings import ApplianceOptions, LocalOptions, Torchrun, attempt_key, resolve
+from penstock.client.api.appliance_settings import ApplianceOptions, Launcher, LocalOptions, attempt_key, resolve
 from penstock.client.testing import FakeAppliance
 from penstock.proto.errors import AuthenticationError, BoxOutOfRangeError, InvalidArgumentError
 from penstock.proto.lane.compression import require
@@ -77,12 +78,53 @@ def test_torchrun_stands_for_boxes(torchrun: pytest.MonkeyPatch) -> None:
     assert resolve().box == 2
 
 
-def test_torchrun_restarts_separate_attempts(torchrun: pytest.MonkeyPatch) -> None:
-    assert attempt_key(resolve(), Torchrun()) == "10.0.0.1:29500:2"
-    assert attempt_key(resolve(attempt="mine"), Torchrun()) == "mine"
+def test_key_is_the_launch_s_without_each_machine_s_restarts(torchrun: pytest.MonkeyPatch) -> None:
+    assert attempt_key(resolve(), Launcher()) == "none@10.0.0.1:29500"
+    torchrun.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert attempt_key(resolve(), Launcher()) == "none@10.0.0.1:29500"
+    assert attempt_key(resolve(attempt="mine"), Launcher()) == "mine"
     for name in TORCHRUN:
         torchrun.delenv(name)
-    assert attempt_key(resolve(), Torchrun()) == ""
+    assert attempt_key(resolve(), Launcher()) == ""
+
+
+@pytest.fixture
+def distributed(tmp_path: Path) -> Iterator[None]:
+    """torch.distributed is initialised, with this process alone."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_variables_give_in_part_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidArgumentError, match="RANK must be set if WORLD_SIZE is, got WORLD_SIZE=2 alone"):
+        resolve()
+    assert resolve(box=1, num_boxes=2).box == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert resolve().num_boxes == 1
+
+
+@pytest.mark.usefixtures("distributed")
+def test_torch_distributed_has_a_say(torchrun: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"RANK=3 and WORLD_SIZE=4 must be .*, got rank 0 of 1"):
+        resolve()
+    assert resolve(box=1, num_boxes=2).box == 1, "ranks that share a model pass their box"
+    torchrun.delenv("RANK")
+    assert (resolve().box, resolve().num_boxes) == (0, 1)
+
+
+def test_a_rank_that_is_told_after_the_appliance_was_made(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with Appliance(num_workers_per_box=0, seed=1) as own, Appliance(num_workers_per_box=0, num_boxes=1) as alone:
+        request.getfixturevalue("distributed")
+        with pytest.raises(InvalidArgumentError, match=r"must have box=0 and num_boxes=1, .*got box=1 and num_boxes=2"):
+            iter(DataExecutor(DataLoader(range, 3), appliance=own))
+        assert list(DataExecutor(DataLoader(range, 3), appliance=alone)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,20 @@ def test_what_is_said_of_values(finding: Finding, level: str, says: str) -> None
     assert bool(finding.remedy) == (level != "ok")
 
 
+def test_ranks_are_told_which_box_they_are(shell: Any) -> None:
+    environment = shell.env({"RANK": "1", "WORLD_SIZE": "4"})
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("penstock")), "doctor", "machine", "--json", "--slots", "1"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    found = {each["check"]: each["found"] for each in json.loads(done.stdout)["findings"]}
+    assert "box 1 of 4" in found["ranks"]
+    assert "must pass its group's box= and num_boxes=" in found["ranks"]
+
+
 def test_no_target_checks_the_machine(shell: Any) -> None:
     assert shell.call("doctor").stdout.startswith("This machine\ncheck ")
     assert json.loads(shell.call("doctor", "--json", "--slots", "1").stdout)["of"] == "This machine"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.client.api.appliance_settings import Torchrun
+from penstock.client.api.appliance_settings import Launcher
 from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.proto.errors import PenstockError
 
@@ -35,10 +35,15 @@ ACCESS = CoordinatorAccess("unix:/nowhere", "secret", "job")
 
 def meeting(local_rank: int, port: int, monkeypatch: pytest.MonkeyPatch) -> SharedAppliance:
     """Return the meeting of one of two ranks, which are one process here."""
-    for name, value in (("RANK", local_rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 2), ("MASTER_PORT", port)):
+    for name, value in (
+        ("RANK", local_rank),
+        ("LOCAL_RANK", local_rank),
+        ("WORLD_SIZE", 2),
+        ("MASTER_PORT", f"{os.getpid()}-{port}"),
+    ):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("penstock.client.api.rendezvous._shared_so_far", 0)
-    return SharedAppliance(Torchrun())
+    return SharedAppliance(Launcher())
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ MUTATIONS = (
         Attempts,
         "_renew",
         "box.lease_until = now + self._cluster.box_lease_policy().promised(known_s, LEASE_MAX_S)\n"
-        "    box.reported_at = now",
+        "    box.reported_at, box.hung_up = now, False",
         "pass",
     ),
     Mutation("leases are not whole after a restart", recovery, "_fill", "now + worker_lease_s", "now + 0.5", seed=2),

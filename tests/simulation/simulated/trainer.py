@@ -33,6 +33,8 @@ REACH_S = 20.0
 LANE_S = 2.0
 STATE_S = 20.0
 RETRY_S = 0.3
+IMPORT_S = 0.05
+"""Seconds from a process's start to its first call, shorter than any pause between two launches."""
 PEER_S = 30.0
 """Seconds that a collective waits for a lost peer."""
 
@@ -124,8 +126,9 @@ class Box:
         request.loader.options.retention_steps = job.plan.retention
         if self.start is not None:
             request.start.CopyFrom(self.start.to_proto())
-        until = job.world.now + REACH_S
+        started, until = job.world.now, job.world.now + REACH_S
         while True:
+            request.process_age_s = job.world.now - started + IMPORT_S
             try:
                 if self.start is not None:
                     data = f"state at {job.saved_step}".encode()
@@ -133,8 +136,8 @@ class Box:
                     request.resume.blob, request.resume.same_topology = blob_name(data), True
                 reply = await self._call("OpenRun", request)
                 break
-            except AWAY:
-                if job.world.now > until:
+            except (*AWAY, BoxTakenError) as error:
+                if job.world.now > until or (job.keyed and "is held by" in str(error)):
                     raise
                 await asyncio.sleep(RETRY_S)
         self.attempt = reply.attempt

@@ -83,6 +83,7 @@ class Attempts:
         else:
             superseded = run.current if run is not None and decision is None else None
             opening.check_capacity(request, credential, superseded, cluster.slots_held)
+            request.ClearField("process_age_s")
             attempt = decision or self._next_attempt(name, run, client, request, now)
             self._add_box(attempt, client, request, start, now, credential)
         lease_policy = cluster.box_lease_policy()
@@ -170,7 +171,16 @@ class Attempts:
         if box.presence is BoxPresence.GONE:
             self._revive(attempt, box)
         box.lease_until = now + self._cluster.box_lease_policy().promised(known_s, LEASE_MAX_S)
-        box.reported_at = now
+        box.reported_at, box.hung_up = now, False
+
+    def box_hung_up(self, request: pb.WatchRunRequest) -> None:
+        """Note that the connection of the box's client ended during a report, for openings that ask whether it lives
+        (opening.py). Its lease stays as it is, because it may connect again."""
+        run = self._cluster.runs.get(request.run)
+        if run is not None and run.current is not None and run.current.number == request.attempt:
+            box = run.current.boxes.get(request.box)
+            if box is not None and box.client == client_of(request.client_id):
+                box.hung_up = True
 
     def _revive(self, attempt: Attempt, box: Box) -> None:
         attempt.set_presence(box, BoxPresence.LIVE)
@@ -225,6 +235,7 @@ class Attempts:
             cluster.changed(("mixture", request.run))
         if request.delivered.step >= box.delivered.step:  # else a later report was received before this one
             self._advance(attempt, box, request, now)
+        attempt.note_first_digest(box, request.first_digest)
         launch_restarts.note_offer(cluster.snapshot_index, attempt, box, request)
         self._note_unreachable(box, request, now)
         self._settle()
@@ -335,7 +346,8 @@ class Attempts:
         cluster.touched.add((attempt.run, attempt.number, next(iter(attempt.boxes), 0)))
         run.generation = max(run.generation, attempt.generation)
         clients = {box.number: box.client for box in boxes}
-        run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, clients)
+        reported_at = max((box.reported_at for box in boxes), default=0.0)
+        run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, clients, reported_at)
         which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
         cluster.journal.put_all("boxes", lambda: (box_row(attempt, box) for box in boxes), **which)
         cluster.journal.put_all("tracks", lambda: (history_row(attempt, box) for box in boxes), **which)

@@ -218,10 +218,14 @@ class Box:
     rate_waited_s: float = 0.0
     waits: BoxWaits = field(default_factory=BoxWaits)
     reported_at: float = 0.0
+    hung_up: bool = False
+    """True if the client's connection ended during its last report, so that its process may have ended."""
     sources: dict[str, pb.SourceCount] = field(default_factory=dict)
     """Source -> counts of its delivered samples, as last reported; empty if the loader does not count."""
     fence: tuple[str, int] = ("", 0)
     """Key of the fence that the box received last (Attempt.fence), and the last step that it had taken by then."""
+    first_digest: int = 0
+    """Digest of the box's first batch in the attempt; 0 = not reported."""
     imbalance: float = 0.0
     """Cost of the most expensive box's batch, divided by the mean over all boxes; 0 = not measured."""
     unreachable: dict[str, float] = field(default_factory=dict)
@@ -359,6 +363,8 @@ class Attempt:
     why: str = ""
     """Why the attempt is over, as text for messages; "" while it is open."""
     boxes: dict[int, Box] = field(default_factory=dict)
+    first_digests: dict[int, list[int]] = field(default_factory=dict)
+    """Digest of a box's first batch in the attempt -> the first two boxes that had it."""
     ended: set[int] = field(default_factory=set)
     """Boxes whose epoch has ended, and whose loop has not begun another one."""
     left: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -410,6 +416,15 @@ class Attempt:
     def topology(self) -> str:
         return topology(self.num_boxes, self.num_workers)
 
+    def note_first_digest(self, box: Box, digest: int) -> None:
+        if digest and not box.first_digest:
+            box.first_digest = digest
+            self.first_digests[digest] = [*self.first_digests.get(digest, ()), box.number][:2]
+
+    def twin_of(self, box: Box) -> int | None:
+        """Return another box whose first batch was equal; None: none is known."""
+        return next((other for other in self.first_digests.get(box.first_digest, ()) if other != box.number), None)
+
     def set_presence(self, box: Box, presence: BoxPresence) -> None:
         box.presence = presence
         (self.live.add if presence is BoxPresence.LIVE else self.live.discard)(box.number)
@@ -454,6 +469,8 @@ class ClosedAttempt:
     why: str
     clients: dict[int, str]
     """Box number -> digest of the secret of its client."""
+    reported_at: float = 0.0
+    """Monotonic time of the boxes' last report, or of the coordinator's restart."""
 
 
 @dataclass

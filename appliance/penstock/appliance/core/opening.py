@@ -1,10 +1,12 @@
 """Decision about an OpenRun request: it repeats an earlier one, a box joins the open attempt, or the next one begins.
 
-Does the sender belong to the launch that holds the run? An attempt key in the request says so. Without a key, a request
-for a free box while all boxes are alive comes from the same launch. If a box is lost or closed, it comes from the next
-launch, because no process can rejoin one whose slots have moved. A request for a box of a live client is an error,
-because it may be a mistake; but in a run with one box it opens the next attempt, so that a job that is started again
-need not wait for the dead launch's lease. Pure: the cluster state is read, not changed.
+Does the sender belong to the launch that holds the run? Another attempt key says no. The same key, or none, does not
+say yes: launchers restart all ranks with the variables that they had, and count restarts on each machine apart. But
+they end all processes of a launch before they start the next one's. So a box is of the sender's launch if it has
+reported since the sender's process was started (`process_age_s`); if its connection or its lease ended before, its
+launch is over. As long as neither is known, the request is refused and comes again. A request for a box of a live
+client is an error, because it may be a mistake; but in a run with one box it opens the next attempt, so that a job that
+is started again need not wait for the dead launch's lease. Pure: the cluster state is read, not changed.
 """
 
 from __future__ import annotations
@@ -150,25 +152,63 @@ def decide(run: Run | None, request: pb.OpenRunRequest, client: str, now: float)
             )
         return held
 
-    live = held is not None and held.presence is BoxPresence.LIVE
     key = request.attempt_key
     if key and key != current.key:
         earlier = [past for past in run.past.values() if past.key == key and past.state is AttemptState.SUPERSEDED]
-        if earlier and current.live:
+        since = now - request.process_age_s if request.process_age_s else 0.0
+        if current.live and any(past.reported_at >= since for past in earlier):
             raise SupersededError(f"{earlier[-1].why}: give each launch a new attempt key, got {key!r} again")
-        _check_topology(run, request)
-        return None
-    if held is not None and live and (key or request.num_boxes > 1):
-        raise BoxTakenError(
-            f"box {held.number} of run {run.name} (attempt {current.number}) is held by {held.who()}, which reported "
-            f"{max(0.0, now - held.reported_at):.1f} s ago: give each process its own box. For a new launch, give all "
-            f"its boxes a new attempt key (PENSTOCK_ATTEMPT), or retry in {held.lease_until - now:.0f} s"
-        )
-    alone = request.num_boxes == 1 or len(current.live) < len(current.boxes)
-    if held is None and (key or not alone):
+        joins = False
+    elif held is not None:
+        _check_free(run, held, request, now)
+        joins = False
+    else:
+        joins = (bool(key) or request.num_boxes > 1) and _is_same_launch(current, request, now)
+    if joins:
         return _join(current, request)
     _check_topology(run, request)
     return None
+
+
+def _overlaps(box: Box, request: pb.OpenRunRequest, now: float) -> bool | None:
+    """Return whether the box's client and the sender's process have lived at the same time; None: not known yet."""
+    live = box.presence is BoxPresence.LIVE
+    if not request.process_age_s:
+        return live
+    if box.reported and box.reported_at >= now - request.process_age_s:
+        return True
+    return None if live and not box.hung_up else False
+
+
+def _check_free(run: Run, held: Box, request: pb.OpenRunRequest, now: float) -> None:
+    """Raise BoxTakenError if the box's client may be alive, and the sender is no later launch."""
+    live = held.presence is BoxPresence.LIVE
+    overlaps = _overlaps(held, request, now)
+    alone = request.num_boxes == 1 and (not request.attempt_key or overlaps is None)
+    if live and overlaps is not False and not alone:
+        raise BoxTakenError(
+            f"box {held.number} of run {run.name} (attempt {run.attempt}) is held by {held.who()}, which reported "
+            f"{max(0.0, now - held.reported_at):.1f} s ago: give each process its own box. For a new launch, give all "
+            f"its boxes a new attempt key (PENSTOCK_ATTEMPT), or retry in {held.lease_until - now:.0f} s"
+        )
+
+
+def _is_same_launch(attempt: Attempt, request: pb.OpenRunRequest, now: float) -> bool:
+    """Return whether all boxes of the attempt are of the sender's launch. Raises BoxTakenError if that is not known."""
+    if not request.process_age_s:
+        return bool(attempt.live) if request.attempt_key else len(attempt.live) == len(attempt.boxes)
+    overlaps = {number: _overlaps(box, request, now) for number, box in attempt.boxes.items()}
+    if False in overlaps.values():
+        return False  # of an earlier launch, and so are all that it shares the attempt with
+    for number, known in overlaps.items():
+        if known is None:
+            box = attempt.boxes[number]
+            raise BoxTakenError(
+                f"run {attempt.run} (attempt {attempt.number}) may be of an earlier launch: box {number}, of "
+                f"{box.who()}, has not reported for {now - box.reported_at:.1f} s. Retry in "
+                f"{box.lease_until - now:.0f} s"
+            )
+    return True
 
 
 def _join(attempt: Attempt, request: pb.OpenRunRequest) -> Attempt:

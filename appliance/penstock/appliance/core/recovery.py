@@ -69,7 +69,7 @@ def _fill(
             run.current = Attempt(run.name, number, row["key"], row["opened_by"], *topology, run.seed, last_live=now)
             run.current.mixture_changes = run.mixture_changes
         else:
-            run.past[number] = ClosedAttempt(number, row["key"], state, row["why"], {})
+            run.past[number] = ClosedAttempt(number, row["key"], state, row["why"], {}, now)
     for row in journal.rows("boxes"):
         run = cluster.runs[row["run"]]
         if run.current is not None and row["attempt"] == run.current.number:

@@ -72,6 +72,7 @@ def watch_reply(
         heartbeat_s=lease_policy.heartbeat_s,
         lease_s=lease_policy.lease_s,
         fence=attempt.fence,
+        twin=attempt.twin_of(box),
         wants_epoch_starts=not box.reported,
     )
 

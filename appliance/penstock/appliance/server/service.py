@@ -126,6 +126,8 @@ class Service(CoordinatorServicer):
         self._drops: list[Drop] = []
         self._heartbeats: Counter[tuple[str, str]] = Counter()
         """(name, session) of a worker -> its heartbeats under way."""
+        self._watches: Counter[str] = Counter()
+        """Secret of a box's client -> its WatchRun calls under way."""
         self._closing = False
         self._fetches = RecentQueries(time.monotonic, self._wall)
         self._mixtures = MixtureCalls(state_machine, signals.on, self._complete)
@@ -219,14 +221,20 @@ class Service(CoordinatorServicer):
             return self._state_machine.attempts.open_run(request, credential())
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: _Context) -> pb.WatchRunReply:
-        state_machine = self._state_machine
-        async with self._journal.synced():
-            state_machine.attempts.report_box(request)
-            self._signals.changed(("report", request.run, request.box))
-            topic = ("box", request.run, request.attempt, request.box)
-            hold_s, seen = state_machine.attempts.box_hold(request), request.seen_version
-            await self._hold(topic, hold_s, seen, lambda: state_machine.attempts.box_version(request))
-            return state_machine.attempts.box_view(request)
+        attempts, who = self._state_machine.attempts, request.client_id
+        with _counted(self._watches, who):
+            try:
+                async with self._journal.synced():
+                    attempts.report_box(request)
+                    self._signals.changed(("report", request.run, request.box))
+                    topic = ("box", request.run, request.attempt, request.box)
+                    hold_s, seen = attempts.box_hold(request), request.seen_version
+                    await self._hold(topic, hold_s, seen, lambda: attempts.box_version(request))
+                    return attempts.box_view(request)
+            except asyncio.CancelledError:
+                if self._watches[who] == 1 and not self._closing:  # as for heartbeats
+                    attempts.box_hung_up(request)
+                raise
 
     async def CloseRun(self, request: pb.CloseRunRequest, context: _Context) -> pb.CloseRunReply:
         async with self._journal.synced():

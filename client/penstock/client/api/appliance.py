@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from penstock.client.api.appliance_settings import (
     ApplianceOptions,
     ApplianceSettings,
-    Torchrun,
+    Launcher,
     attempt_key,
     check_names,
+    check_ranks,
+    given_ranks,
     resolve,
     signature_of,
 )
@@ -38,7 +40,13 @@ from penstock.client.stream.receiver_process import Receiver
 from penstock.client.stream.streams import Opening, Reader, StreamRun
 from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import DigestCover
-from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
+from penstock.proto.errors import (
+    BoxTakenError,
+    CoordinatorUnavailableError,
+    InvalidArgumentError,
+    OverloadedError,
+    PenstockError,
+)
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, Tls, host_id, is_local, read_token
 from penstock.proto.rpc.credentials.tokens import admin_tokens
@@ -68,8 +76,8 @@ class Appliance:
         appliance = Appliance("coordinator:7001", job="run-7", seed=1)   # workers on other machines
 
     An argument that is left out comes from the variable PENSTOCK_<NAME> (the address from PENSTOCK_COORDINATOR), then,
-    for box and num_boxes, from torchrun's RANK and WORLD_SIZE, then from the settings file, then from the default in
-    brackets.
+    for box and num_boxes, from torchrun's RANK and WORLD_SIZE or torch.distributed, then from the settings file, then
+    from the default in brackets.
 
     Args:
         address: "host:port" of the coordinator. None: embedded; coordinator and workers are started on this machine,
@@ -85,19 +93,22 @@ class Appliance:
     def __init__(self, address: str | None = None, **options: Unpack[ApplianceOptions]) -> None:
         forbid_in_runner("creating an Appliance")
         check_names(options, ApplianceOptions)
+        self._given_ranks = given_ranks(options)
         self._describe(resolve(address=address, **options))
         self._tls = _tls_of(self.settings)
-        self.metrics_url = _exported(self.settings, self._torchrun, self._tls)
+        self.metrics_url = _exported(self.settings, self._launcher, self._tls)
         if not self.in_process:
             self._connect()
         _open.add(self)
+
+    _given_ranks = frozenset({"box", "num_boxes"})
 
     metrics_url = ""
     """URL of the page with this process's metrics; "" without `http`."""
 
     def _describe(self, settings: ApplianceSettings) -> None:
         self.settings = settings
-        self._torchrun = Torchrun()
+        self._launcher = Launcher()
         self._owner = OwnerProcess()
         self._closed = False
         self._lock = threading.Lock()
@@ -123,17 +134,19 @@ class Appliance:
             self._access = CoordinatorAccess(settings.address, token, self._job(fresh=settings.num_boxes == 1))
         elif settings.num_boxes == 1:
             self._embed()
-        elif self._torchrun.one_host:
-            self._rendezvous = SharedAppliance(self._torchrun)
+        elif self._launcher.one_host:
+            self._rendezvous = SharedAppliance(self._launcher)
             if self._rendezvous.hosts:
                 self._embed()
                 assert self._access is not None
                 self._rendezvous.publish(self._access)
         else:
-            where = "several hosts" if self._torchrun.present else "several processes"
+            where = "several hosts" if self._launcher.key else "several processes"
+            alone = "" if self._launcher.key else ", or let torchrun or MASTER_ADDR=localhost say that all are here"
             raise InvalidArgumentError(
                 f"Appliance(num_boxes={settings.num_boxes}) over {where} needs a coordinator's address, got none: "
                 "start `penstock coordinator` and `penstock worker`, and pass the address or set PENSTOCK_COORDINATOR"
+                f"{alone}"
             )
 
     def _embed(self) -> None:
@@ -144,7 +157,7 @@ class Appliance:
         self._access = CoordinatorAccess(daemons.address, daemons.token, job)
 
     def _job(self, *, fresh: bool) -> str:
-        run_id = self._torchrun.run_id
+        run_id = self._launcher.run_id
         job = self.settings.job or ("" if run_id == "none" else run_id.replace("/", "-"))
         if job or fresh:
             return job or f"job-{secrets.token_hex(4)}"
@@ -193,6 +206,7 @@ class Appliance:
         return self._access
 
     def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
+        check_ranks(self.settings, self._given_ranks)
         if self.in_process:
             return self._open_here(owner, opening)
         settings, run = self.settings, self._open_run(owner, opening)
@@ -253,7 +267,7 @@ class Appliance:
             version=VERSION,
             job=access.job,
             ordinal=self._ordinal(owner),
-            attempt_key=attempt_key(settings, self._torchrun) + opening.key,
+            attempt_key=attempt_key(settings, self._launcher) + opening.key,
             client_id=secrets.token_hex(16),
             box=settings.box,
             num_boxes=settings.num_boxes,
@@ -279,15 +293,22 @@ class Appliance:
             with self._client() as client:
                 blob = client.put_blob(start.blob, f"{request.job}/{request.ordinal}")
             request.resume.CopyFrom(start.resume(blob))
+        request.process_age_s = time.monotonic() - self._launcher.began
         run.open()
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
-        """Repeat `call` while the coordinator cannot be reached; it recognises a repeated call."""
+        """Repeat `call` while the coordinator cannot be reached, which recognises a repeated call, or takes the box for
+        held: perhaps by a dead process of the last launch, or by one that is about to be ended."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
             try:
                 call()
                 return
+            except BoxTakenError as error:
+                if time.monotonic() > give_up:
+                    raise
+                run.notice.tell("the coordinator", error.message)
+                time.sleep(RETRY_S)
             except CoordinatorUnavailableError as error:
                 if time.monotonic() > give_up:
                     what = f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s)"
@@ -387,13 +408,13 @@ def _tls_of(settings: ApplianceSettings) -> Tls | None:
     return None if tls is None else tls.for_client()
 
 
-def _exported(settings: ApplianceSettings, torchrun: Torchrun, tls: Tls | None) -> str:
+def _exported(settings: ApplianceSettings, launcher: Launcher, tls: Tls | None) -> str:
     if not settings.http:
         return ""
     from penstock.client.metrics import open_web
 
     tokens = "" if is_local(settings.http) else admin_tokens(settings.token.get_secret_value())
-    return open_web(settings.http, torchrun.local_rank, tokens, tls)
+    return open_web(settings.http, launcher.local_rank, tokens, tls)
 
 
 @atexit.register

@@ -4,13 +4,15 @@ then the settings file (sections [cluster] and [client]), then the default.
 Each option is declared once for users, here, with its type and meaning: signatures and pages are made from that. Its
 default, limits and variable are in penstock.runtime.config.job_settings, which needs no torch.
 
-With plain data parallelism each rank is a box, so RANK and WORLD_SIZE are used for box and num_boxes. With tensor or
-pipeline parallelism only the script can determine the box, so it must pass both."""
+With plain data parallelism each rank is a box, so RANK and WORLD_SIZE are used for box and num_boxes, or else what
+torch.distributed was initialised with. With tensor or pipeline parallelism only the script can determine the box, so it
+must pass both."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, get_type_hints
 
@@ -22,6 +24,10 @@ from penstock.proto.errors import BoxOutOfRangeError, InvalidArgumentError
 from penstock.proto.lane.compression import require
 from penstock.runtime.config.job_settings import JobSettings, check_file
 from penstock.runtime.config.settings import field_of, reason_of, source_of
+from penstock.runtime.process.ranks import distributed_ranks, launched_ranks, process_age_s
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+"""Values of MASTER_ADDR with which all ranks are on one machine."""
 
 
 class LocalOptions(TypedDict, total=False):
@@ -150,6 +156,10 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         explicit["device"] = str(device)  # accepts a torch.device too
     if explicit.get("num_boxes") == 1 and not os.environ.get("PENSTOCK_BOX"):
         explicit.setdefault("box", 0)  # box 0 of its own loader, even under torchrun: RANK does not apply
+    if kind is ApplianceSettings and not given_ranks(given):
+        ranks = launched_ranks()
+        if ranks is not None and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            explicit["box"], explicit["num_boxes"] = ranks
     if kind is ApplianceSettings:
         check_file(JobSettings)
     try:
@@ -175,6 +185,29 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
     return settings
 
 
+def given_ranks(given: Mapping[str, Any]) -> frozenset[str]:
+    """Return which of box and num_boxes are set by arguments or PENSTOCK_* variables, not by the launcher."""
+    names = {name for name in ("box", "num_boxes") if given.get(name) is not None}
+    names |= {name for name in ("box", "num_boxes") if os.environ.get(f"PENSTOCK_{name.upper()}")}
+    return frozenset(names | ({"box"} if given.get("num_boxes") == 1 else set()))
+
+
+def check_ranks(settings: ApplianceSettings, given: frozenset[str]) -> None:
+    """Raise InvalidArgumentError if torch.distributed tells another box or number of boxes than the settings, in which
+    `given` ones are by arguments or variables. Tensor-parallel ranks, for example, have a box's number of their own."""
+    ranks = distributed_ranks()
+    ours = {"box": settings.box, "num_boxes": settings.num_boxes}
+    if ranks is None or all(
+        name in given or ours[name] == by_torch for name, by_torch in zip(ours, ranks, strict=True)
+    ):
+        return
+    raise InvalidArgumentError(
+        f"Appliance must have box={ranks[0]} and num_boxes={ranks[1]}, as torch.distributed was initialised after it, "
+        f"got box={settings.box} and num_boxes={settings.num_boxes}: make it after init_process_group, start the ranks "
+        "with torchrun, which sets RANK and WORLD_SIZE, or pass box= and num_boxes="
+    )
+
+
 def _source(name: str) -> str:
     return source_of(ApplianceSettings, name) or "its default"
 
@@ -189,25 +222,37 @@ def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
     return "Appliance: " + "; ".join(parts)
 
 
-class Torchrun:
+class Launcher:
+    """What the launcher's variables and torch.distributed tell of this process and of the job's other ranks."""
+
     def __init__(self) -> None:
         env: Mapping[str, str] = os.environ
-        self.present = "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"} <= env.keys()
+        ranks = distributed_ranks()
+        torchrun = "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"} <= env.keys()
+        self.present = torchrun or ranks is not None
         env = env if self.present else {}
+        rank, self.world_size = ranks or (int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")))
+        self.local_rank = int(env.get("LOCAL_RANK", rank))
+        self._local_world_size = env.get("LOCAL_WORLD_SIZE", "")
+        self._address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
         self.run_id = env.get("TORCHELASTIC_RUN_ID", "")
-        self.master = f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}"
+        self.launch = f"{self.run_id}@{self._address}:{port}" if port else ""
+        """Equal on all ranks of a launch, and perhaps on those of later ones; "" if unknown."""
+        self.key = self.launch if torchrun else ""
         self.restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.local_rank = int(env.get("LOCAL_RANK", "0"))
-        self.local_world_size = int(env.get("LOCAL_WORLD_SIZE", "1"))
-        self.world_size = int(env.get("WORLD_SIZE", "1"))
+        """How often the launcher of this machine has restarted its ranks by itself: another machine's count differs."""
+        self.began = time.monotonic() - process_age_s()
 
     @property
     def one_host(self) -> bool:
-        return self.present and self.local_world_size == self.world_size
+        if self._local_world_size:
+            return int(self._local_world_size) == self.world_size
+        return bool(self.launch) and self._address in LOOPBACK
 
 
-def attempt_key(settings: ApplianceSettings, torchrun: Torchrun) -> str:
-    """Return a key of this launch of the job, the same on all boxes; "" if neither attempt= nor torchrun gives one."""
-    if settings.attempt or not torchrun.present:
-        return settings.attempt
-    return f"{torchrun.master}:{torchrun.restarts}"
+def attempt_key(settings: ApplianceSettings, launcher: Launcher) -> str:
+    """Return a key of this launch of the job, the same on all boxes; "" if neither attempt= nor torchrun gives one.
+
+    The ranks' restarts are not in it, because each machine counts its own: the coordinator sees by the boxes' processes
+    which of them are of one round (OpenRunRequest.process_age_s)."""
+    return settings.attempt or launcher.key

@@ -1,10 +1,11 @@
-"""Rendezvous of the ranks of one torchrun launch on one machine, which share one embedded appliance.
+"""Rendezvous of the ranks of one launch on one machine, which share one embedded appliance.
 
 Local rank 0 starts the daemons and sends the other ranks the coordinator's address and token over an abstract Unix
-socket. Its name is made of values that only this launch's ranks share (the torchrun agent's pid, the master port, the
-restart count), and of the number of appliances before. Abstract sockets have no permissions, so each end asks the
-kernel for the other's user; unlike a file, they leave nothing behind when a rank is killed. If another user has taken
-the name, rank 0 appends a random number, and the others try all names with this beginning that the kernel lists.
+socket. Its name is made of values that only this launch's ranks share (run id, master address and port, restart count),
+and of the number of appliances before; not of ids of processes, because a wrapper may start each rank. Abstract sockets
+have no permissions, so each end asks the kernel for the other's user; unlike a file, they leave nothing behind when a
+rank is killed. If another user has taken the name, rank 0 appends a random number, and the others try all names with
+this beginning that the kernel lists.
 
 Ranks finish at different times, and the daemons end with rank 0. So every rank keeps its connection until it no longer
 needs the appliance, and rank 0 waits for that, at most LEAVE_S seconds."""
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -24,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from penstock.client.api.appliance_settings import Torchrun
+from penstock.client.api.appliance_settings import Launcher
 from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.proto.lane.frames import check_peer, connect_local
 
@@ -68,12 +70,12 @@ def _names(name: str) -> list[str]:
 
 
 class SharedAppliance:
-    def __init__(self, torchrun: Torchrun) -> None:
+    def __init__(self, launcher: Launcher) -> None:
         global _shared_so_far
-        port = torchrun.master.rpartition(":")[2]
-        self._name = f"penstock-torchrun-{os.getuid()}-{os.getppid()}-{port}-{torchrun.restarts}-{_shared_so_far}"
+        launch = f"{os.getuid()} {launcher.launch} {launcher.restarts}"  # a hash, because a run id may be long
+        self._name = f"penstock-ranks-{hashlib.blake2b(launch.encode(), digest_size=12).hexdigest()}-{_shared_so_far}"
         _shared_so_far += 1
-        self.hosts = torchrun.local_rank == 0
+        self.hosts = launcher.local_rank == 0
         self._pid = os.getpid()
         self._listener: socket.socket | None = None
         self._joined: socket.socket | None = None
@@ -94,7 +96,7 @@ class SharedAppliance:
         except OSError as error:
             listener.close()
             raise PenstockError(
-                f"Appliance(): local rank 0 cannot listen for the other ranks of this torchrun launch: {error}. Make "
+                f"Appliance(): local rank 0 cannot listen for the other ranks of this launch: {error}. Make "
                 "appliances in only one process with LOCAL_RANK=0, or pass the address of a coordinator"
             ) from error
         self._listener = listener
@@ -137,7 +139,7 @@ class SharedAppliance:
                 sock.close()
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"Appliance(): local rank 0 of this torchrun launch has not started the embedded appliance within "
+                    f"Appliance(): local rank 0 of this launch has not started the embedded appliance within "
                     f"{timeout_s:g} s: create the same appliances in the same order on every rank"
                 )
             waiting()

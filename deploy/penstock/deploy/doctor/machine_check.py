@@ -1,5 +1,5 @@
 """Checks of `penstock doctor machine`: whether sandbox, memory and open files suffice for runners, which a start of a
-daemon does not show."""
+daemon does not show; and which box a launcher's variables mean."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import resource
 from collections.abc import Iterator
 
 from penstock.deploy.doctor.findings import Finding
+from penstock.proto.errors import InvalidArgumentError
 from penstock.runtime.process import sandbox
 from penstock.runtime.process.free_memory import free_memory
+from penstock.runtime.process.ranks import launched_ranks
 from penstock.runtime.telemetry.units import size
 
 RUNNER_BYTES = 512 << 20
@@ -25,6 +27,23 @@ def check_machine(slots: int | None = None) -> Iterator[Finding]:
     yield check_sandbox(sandbox.why_not_whole())
     yield check_memory(free_memory(), slots)
     yield check_files(*resource.getrlimit(resource.RLIMIT_NOFILE), slots)
+    yield from check_ranks()
+
+
+def check_ranks() -> Iterator[Finding]:
+    """Yield a finding where a launcher has set variables of ranks: which box a training process here would be."""
+    try:
+        ranks = launched_ranks()
+    except InvalidArgumentError as error:
+        yield Finding("ranks", "problem", error.message, "Start the ranks with torchrun, or set RANK and WORLD_SIZE.")
+        return
+    if ranks is not None and ranks[1] > 1:
+        yield Finding(
+            "ranks",
+            "ok",
+            f"a training process here is box {ranks[0]} of {ranks[1]}, by RANK and WORLD_SIZE; one that shares a "
+            "model with others (tensor, pipeline, context parallel) must pass its group's box= and num_boxes=",
+        )
 
 
 def check_sandbox(lacking: str) -> Finding:

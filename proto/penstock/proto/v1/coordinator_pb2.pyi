@@ -141,17 +141,19 @@ class OpenRunRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     RESTART_FIELD_NUMBER: _builtins.int
+    PROCESS_AGE_S_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Penstock's version, for messages"""
     job: _builtins.str
     ordinal: _builtins.int
     """number of the loader within the job"""
     attempt_key: _builtins.str
-    """the same on all boxes of one launch; another key supersedes the open attempt. "":"""
+    """the same on all boxes of one launch; another key supersedes the open attempt. "" or"""
     client_id: _builtins.str
-    """joins the open attempt if this box has not joined it and all its members are live,
-    else opens the next. A box that another live client holds is refused, except with
-    another key, or without a key in a run of one box
+    """the same key: joins the open attempt if this box has not joined it and all its
+    members live at the same time as this process (see process_age_s), else opens the
+    next. A box that another live client holds is refused, except with another key, or
+    without a key in a run of one box
     secret of a process and run object, 128 random bits, which identifies the box: a
     """
     box: _builtins.int
@@ -163,6 +165,8 @@ class OpenRunRequest(_message.Message):
     has_seed: _builtins.bool
     seed: _builtins.int
     """valid with has_seed; otherwise the journaled seed, or a new one"""
+    process_age_s: _builtins.float
+    """seconds since the calling process was started. All processes of a launch are dead"""
     @_builtins.property
     def loader(self) -> _records_pb2.LoaderSpec: ...
     @_builtins.property
@@ -193,10 +197,11 @@ class OpenRunRequest(_message.Message):
         resume: _records_pb2.Resume | None = ...,
         start: _records_pb2.BoxPosition | None = ...,
         restart: _records_pb2.Restart | None = ...,
+        process_age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loader", b"loader", "restart", b"restart", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_key", b"attempt_key", "box", b"box", "client_id", b"client_id", "has_seed", b"has_seed", "host_id", b"host_id", "job", b"job", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "ordinal", b"ordinal", "restart", b"restart", "resume", b"resume", "seed", b"seed", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_key", b"attempt_key", "box", b"box", "client_id", b"client_id", "has_seed", b"has_seed", "host_id", b"host_id", "job", b"job", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "ordinal", b"ordinal", "process_age_s", b"process_age_s", "restart", b"restart", "resume", b"resume", "seed", b"seed", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -382,6 +387,7 @@ class WatchRunRequest(_message.Message):
     OMITS_EPOCH_STARTS_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     FENCE_TAKEN_FIELD_NUMBER: _builtins.int
+    FIRST_DIGEST_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -418,6 +424,10 @@ class WatchRunRequest(_message.Message):
     fence_taken: _builtins.int
     """all slots may restart there (loaders with four methods), until a watch is answered
     with `fence_key`: the last step that the box had taken, or was taking, when it
+    """
+    first_digest: _builtins.int
+    """received the fence. Below the fence's step, the box waits before that step
+    digest of the first batch that the box took in this attempt; 0 = none yet
     """
     @_builtins.property
     def delivered(self) -> _records_pb2.BoxPosition:
@@ -474,10 +484,11 @@ class WatchRunRequest(_message.Message):
         omits_epoch_starts: _builtins.bool = ...,
         restarts: _abc.Iterable[_records_pb2.Restart] | None = ...,
         fence_taken: _builtins.int = ...,
+        first_digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "epoch_starts", b"epoch_starts", "fence_key", b"fence_key", "fence_taken", b"fence_taken", "hold_s", b"hold_s", "imbalance", b"imbalance", "lease_s", b"lease_s", "omits_epoch_starts", b"omits_epoch_starts", "restarts", b"restarts", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "epoch_starts", b"epoch_starts", "fence_key", b"fence_key", "fence_taken", b"fence_taken", "first_digest", b"first_digest", "hold_s", b"hold_s", "imbalance", b"imbalance", "lease_s", b"lease_s", "omits_epoch_starts", b"omits_epoch_starts", "restarts", b"restarts", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -643,6 +654,7 @@ class WatchRunReply(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    TWIN_FIELD_NUMBER: _builtins.int
     WANTS_EPOCH_STARTS_FIELD_NUMBER: _builtins.int
     COMMIT_MARK_FIELD_NUMBER: _builtins.int
     version: _builtins.int
@@ -655,6 +667,8 @@ class WatchRunReply(_message.Message):
     heartbeat_s: _builtins.float
     """hold of the next WatchRun, seconds"""
     lease_s: _builtins.float
+    twin: _builtins.int
+    """another box whose first batch was equal to this one's"""
     wants_epoch_starts: _builtins.bool
     """the coordinator was restarted: the next WatchRun must report all epoch starts"""
     commit_mark: _builtins.bytes
@@ -682,14 +696,17 @@ class WatchRunReply(_message.Message):
         heartbeat_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
         fence: Global___MixtureFence | None = ...,
+        twin: _builtins.int | None = ...,
         wants_epoch_starts: _builtins.bool = ...,
         commit_mark: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_twin", b"_twin", "fence", b"fence", "twin", b"twin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_mark", b"commit_mark", "ended", b"ended", "fence", b"fence", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s", "wants_epoch_starts", b"wants_epoch_starts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_twin", b"_twin", "commit_mark", b"commit_mark", "ended", b"ended", "fence", b"fence", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "twin", b"twin", "version", b"version", "wall_s", b"wall_s", "wants_epoch_starts", b"wants_epoch_starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__twin: _TypeAlias = _typing.Literal["twin"]  # noqa: Y015
+    _WhichOneofArgType__twin: _TypeAlias = _typing.Literal["_twin", b"_twin"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__twin) -> _WhichOneofReturnType__twin | None: ...
 
 Global___WatchRunReply: _TypeAlias = WatchRunReply  # noqa: Y015
 

@@ -1,10 +1,9 @@
 """Identity of this process in a job: its box, and its number among the box's workers. In an input_fn it is the
-assignment's, elsewhere torchrun's RANK and WORLD_SIZE, or a single process. A torch DataLoader's processes share their
-parent's batches."""
+assignment's, elsewhere torchrun's RANK and WORLD_SIZE or torch.distributed's, or a single process. A torch DataLoader's
+processes share their parent's batches."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from torch.utils.data._utils import worker as torch_worker
@@ -13,6 +12,7 @@ from penstock.data.arguments import whole
 from penstock.data.ordering.partition import WorkerTurn
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.assignment import NEUTRAL, process_assignment
+from penstock.runtime.process.ranks import launched_ranks
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class WorkerIdentity:
         assignment = process_assignment()
         standalone = assignment is NEUTRAL
         if rank is None:
-            rank = _torchrun_rank() if standalone else (assignment.box, assignment.num_boxes)
+            rank = launched_ranks() or (0, 1) if standalone else (assignment.box, assignment.num_boxes)
         box, boxes = _checked(rank)
         return WorkerIdentity(
             box,
@@ -84,15 +84,6 @@ def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: i
         given = f"batch_size={batch_size}" if batch_size is not None else f"global_batch_size={global_batch_size}"
         raise InvalidArgumentError(f"{given} must give each of {boxes} boxes at least one row. Use larger batches")
     return batch
-
-
-def _torchrun_rank() -> tuple[int, int]:
-    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and ranks.isdecimal()):
-        raise InvalidArgumentError(
-            f"RANK and WORLD_SIZE must be whole numbers from 0, got {rank} and {ranks}. Let torchrun set them"
-        )
-    return int(rank), int(ranks)
 
 
 def _checked(pair: tuple[int, int]) -> tuple[int, int]:
