@@ -115,6 +115,7 @@ class FakeRun:
         self.version = 0
         self.ended_boxes: dict[int, int] = {}
         self.box_apart: Any = None
+        self.twin: int | None = None
         self.error: PenstockError | None = None
         self.closed = False
         self.away_since: float | None = None
@@ -128,6 +129,9 @@ class FakeRun:
         self.views = [pb.SlotView(slot=slot, phase=pb.WAITING) for slot in range(num_slots)]
         for runner in runners:
             self.show(runner)
+
+    def away_s(self, now: float) -> float:
+        return 0.0
 
     def hold(self, step: int, timeout_s: float) -> None:
         raise AssertionError(f"step {step} is behind a fence")

@@ -63,6 +63,23 @@ def test_box_with_an_early_epoch_end_is_announced(appliance: Appliance) -> None:
         assert together(2, train) == [3, 9]
 
 
+def test_boxes_with_an_equal_first_batch_are_warned(appliance: Appliance) -> None:
+    """Their loader reads its assignment, but not the box: all boxes train on the same rows."""
+
+    def train(number: int) -> None:
+        loader = DataLoader(streams.same_on_all_boxes, 400)
+        with box(appliance, number, 2, 1, "twins") as own:
+            for step, _ in enumerate(DataExecutor(loader, num_steps=400, appliance=own), 1):
+                if step == 3:
+                    wait_until(lambda: loader._session.run.twin is not None)  # type: ignore[union-attr]
+
+    with pytest.warns(UserWarning, match="got the same first batch") as told:
+        together(2, train)
+    words = {str(each.message).partition(": ")[2] for each in told}
+    assert {text[:15] for text in words} == {"box 0 and box 1", "box 1 and box 0"}
+    assert all(name in text for text in words for name in ("RANK", "box=", "num_boxes="))
+
+
 def test_boxes_in_different_epochs_are_named_once(appliance: Appliance, caplog: pytest.LogCaptureFixture) -> None:
     begun, told = threading.Event(), threading.Event()
 

@@ -110,6 +110,8 @@ class BoxProgress:
     waited_by_slot: list[float] = field(default_factory=list)
     """Seconds of waiting for each slot's batches. Assign a new list to start again from 0."""
     epoch_ended: bool = False
+    first_digest: int = 0
+    """Digest of the first batch that was taken; 0: none yet."""
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
     """Returns (slot, generation, reason) for each slot on a worker that this host cannot reach."""
     counts: DeliveredCounts | None = None

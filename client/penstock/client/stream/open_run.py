@@ -62,7 +62,8 @@ OFFER_EVERY_S = 5.0
 ABANDONED_SENT = 4096
 """In one report; equal to the coordinator's limit (Limits.abandoned_at_once)."""
 AWAY_S = 3600.0
-"""Seconds for which a save waits for the coordinator, which keeps a silent attempt as long (Limits.abandoned_s)."""
+"""Seconds for which a save or a loop waits for the coordinator, which keeps a silent attempt as long
+(Limits.abandoned_s)."""
 AWAY_WARN_S = 30.0
 """Seconds until a waiting save's first warning. Each later one comes when the time waited has doubled."""
 NEVER: Final = 1 << 63
@@ -155,6 +156,8 @@ class OpenRun(StreamRun):
         """Newest saved state from which all slots may restart, one entry for each box."""
         self._restarts_known: list[records_pb2.Restart] = []
         """`_restarts` that the coordinator has got. A restarted one gets it again."""
+        self._been_away_s = 0.0
+        """Seconds of earlier outages."""
         self.away_because = ""
         """Error of the latest unanswered report; "" if all were answered."""
         self.fence = StepFence()
@@ -212,6 +215,7 @@ class OpenRun(StreamRun):
             unreachable=[pb.LaneTrouble(slot=s, generation=g, why=why) for s, g, why in progress.unreachable()],
             fence_key=fence_key,
             fence_taken=fence_taken,
+            first_digest=progress.first_digest,
             sources=_sources(progress),
             imbalance=imbalance_of(progress.counts.rows()) or 0.0 if progress.counts is not None else 0.0,
         )
@@ -266,13 +270,22 @@ class OpenRun(StreamRun):
                     self.fail(error)
                 self._linger()
                 return
+            self._been_away_s = self.away_s(time.monotonic())
             self.away_since, self.replied_at, backoff = None, time.monotonic(), SHORTEST_BACKOFF_S
             hold_s, self._lease_s = intervals(reply)
             self._commit_mark = reply.commit_mark
             self.ended_boxes = {end.box: end.step for end in reply.ended if not end.goes_on}
             self.box_apart = next((end for end in reply.ended if end.goes_on), None)
             seen = reply.version
+            if reply.HasField("twin") and self.twin is None:
+                self.twin = reply.twin
+                self._notify()
             self._take(reply)
+
+    def away_s(self, now: float) -> float:
+        """Return the seconds for which the coordinator has not answered since the run was opened. Any thread."""
+        since = self.away_since
+        return self._been_away_s + (0.0 if since is None else max(0.0, now - since))
 
     def reach(self, seconds: float) -> None:
         """Wait until the coordinator can be reached, at least SHORTEST_BACKOFF_S: it may still refuse calls. Any
@@ -318,13 +331,15 @@ class OpenRun(StreamRun):
         self._notify()
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        until = time.monotonic() + timeout_s
+        began = time.monotonic()
+        away_before_s = self.away_s(began)
         poll = select.poll()
         poll.register(self.wake_fd, select.POLLIN)
         while not ready(self):
             if self.error is not None:
                 raise self.error
-            left = until - time.monotonic()
+            now = time.monotonic()
+            left = began + timeout_s + min(AWAY_S, self.away_s(now) - away_before_s) - now
             if left <= 0 or self.closed:
                 return False
             if poll.poll(left * 1000 + 0.5):

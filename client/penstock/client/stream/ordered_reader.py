@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 from penstock.client.stream import open_streams
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, requests_of
 from penstock.client.stream.lane_reader import CORRUPT_TRIES, SlotLane
-from penstock.client.stream.open_run import OpenRun
+from penstock.client.stream.open_run import AWAY_S, OpenRun
 from penstock.client.stream.streams import EPOCH_ENDED, Reader, placed, recovered
 from penstock.client.stream.wait_notice import STAGES, WaitNotice
 from penstock.proto.errors import (
@@ -78,9 +78,13 @@ class OrderedReader(Reader):
         self._notice = run.notice
         self._notice.pause()
         self._later_notice: WaitNotice | None = None
-        """For a wait after the first batch, for a slot without a worker."""
+        """For a wait after the first batch, for a slot without a worker or for the coordinator."""
         self._open_epochs = position.epoch
         self._waiting_since, self._moving = 0.0, False
+        self._is_first = True
+        """No batch has been taken yet."""
+        self._away_before_s = 0.0
+        """The coordinator's absence in all (OpenRun.away_s) when the present wait began."""
         self._ending = False
         """In `end_epoch`: no further batch is wanted from this epoch."""
         self._abandoned: list[tuple[int, int]] = []
@@ -151,6 +155,8 @@ class OrderedReader(Reader):
     def _count(self, lane: SlotLane, digest: int, counts: bytes) -> None:
         if self._waiting_since:
             self._waiting_since = 0.0
+        if self._is_first:
+            self._is_first, self.run.progress.first_digest = False, digest
         lane.link(self.position.epoch, digest)
         if counts:
             self.counts.take(lane.slot, counts)
@@ -262,18 +268,19 @@ class OrderedReader(Reader):
         self._check_open()
         now = time.monotonic()
         if not self._waiting_since:
-            self._waiting_since = now
+            self._waiting_since, self._away_before_s = now, run.away_s(now)
             self._notice.resume()
             self._later_notice = None
         view = run.views[lane.slot]
         if lane.consumer is None and self._connect(lane, view, now):
             return
         # A runner in its worker's queue of starts is not late while the queue moves, because each start has its own
-        # deadline.
-        until = max(self._waiting_since, self._queue_moved) + self._timeout_s
+        # deadline. Without a coordinator no slot can get another worker.
+        away_s = run.away_s(now) - self._away_before_s
+        until = max(self._waiting_since, self._queue_moved) + self._timeout_s + min(AWAY_S, away_s)
         if now >= until:
             self.flush()
-            raise self._deadline(lane, view, now - self._waiting_since)
+            raise self._deadline(lane, view, now - self._waiting_since, away_s)
         if view.phase == pb.FAILED:
             until = min(until, self._failed(lane, view, now))
         if lane.consumer is None and view.phase in (pb.READY, pb.FAILED):
@@ -301,7 +308,8 @@ class OrderedReader(Reader):
     def _notice_of(self, view: pb.SlotView) -> WaitNotice | None:
         if self.position.step == self.began_at:
             return self._notice
-        if view.phase in NO_WORKER and self._later_notice is None:
+        away = self.run.away_since is not None
+        if (away or view.phase in NO_WORKER) and self._later_notice is None:
             self._later_notice = WaitNotice()
         return self._later_notice
 
@@ -309,7 +317,9 @@ class OrderedReader(Reader):
         which = "first" if self.position.step == self.began_at else "next"
         slots = f" from worker slot {lane.slot}" if self.run.num_slots > 1 else ""
         why = f"no connection to its worker: {lane.last_failure}" if lane.last_failure else "its runner is making it"
-        if view.phase in NO_WORKER:
+        if (since := self.run.away_since) is not None:
+            why = f"the coordinator has not answered for {time.monotonic() - since:.0f} s"
+        elif view.phase in NO_WORKER:
             why = "no worker has free slots"
         elif view.phase == pb.STARTING:
             why = STAGES.get(view.start_stage, "start of its runner")
@@ -338,10 +348,10 @@ class OrderedReader(Reader):
         run = self.run
         return placed(error, run.views[slot].worker, run.box, slot, self.position.step + 1)
 
-    def _deadline(self, lane: SlotLane, view: pb.SlotView, waited: float) -> DeadlineError:
+    def _deadline(self, lane: SlotLane, view: pb.SlotView, waited: float, away_s: float) -> DeadlineError:
         run, slot = self.run, lane.slot
         step = self.position.step + 1
-        away = ""
+        away = f"; for {away_s:.0f} s of them the coordinator did not answer" if away_s >= 1 else ""
         if run.away_since is not None:
             seconds = time.monotonic() - run.away_since
             away = f"; the coordinator has not answered for {seconds:.0f} s ({run.away_because})"

@@ -97,6 +97,8 @@ class StreamRun(ABC):
         """Last step of the epoch of each box that has ended one and not begun the next."""
         self.box_apart: pb.BoxEnd | None = None
         """A box that is in another epoch than this one."""
+        self.twin: int | None = None
+        """Another box that got an equal first batch."""
         self.abandoned = False
         """True once the loader was garbage-collected; its finalizer sets it."""
         self.away_since: float | None = None
@@ -104,7 +106,8 @@ class StreamRun(ABC):
 
     @abstractmethod
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready(self)`; False after `timeout_s`, or if the run is closed. Raises what ended it."""
+        """Wait until `ready(self)`; False after `timeout_s` with a coordinator, or if the run is closed. Raises what
+        ended it."""
 
     @abstractmethod
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
@@ -222,6 +225,12 @@ class Reader(ABC):
                 f"{self.label}: no worker read its assignment, so every worker streams the whole input. Let input_fn "
                 "read share a.global_worker_id of a.total_num_workers, with a = penstock.worker.current_assignment(), "
                 "or that of torch's get_worker_info()",
+            )
+        elif self.run.twin is not None and self.once("twin"):
+            warn_user(
+                f"{self.label}: box {self.run.box} and box {self.run.twin} got the same first batch. If each must have "
+                "its own rows, give each rank its own RANK, or its own box= and all the same num_boxes=, and let "
+                "input_fn read share a.global_worker_id of a.total_num_workers"
             )
         told = next((view.capabilities.worker_info for view in views if view.capabilities.worker_info), None)
         if told in WORKER_INFO_TEXTS and self.once("worker info"):
