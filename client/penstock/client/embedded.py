@@ -2,9 +2,9 @@
 `Appliance()` without an address.
 
 It listens on a Unix socket in a temporary folder private to this user, so ports cannot collide; the last of the two
-processes removes the folder. It has a session of its own: a Ctrl-C reaches only the training script, which may still
-save. It watches the training process by a pidfd and ends with it. Its output goes through a pipe to this process's
-stderr; the last lines are kept for error messages."""
+processes removes the folder. No signal that is meant for the whole job ends it, because the training script may still
+save: it ends with the training process, or when that asks it (lifetime.py). Its output goes through a pipe to this
+process's stderr; the last lines are kept for error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
 import sys
 import tempfile
@@ -85,6 +84,7 @@ class Embedded:
                 stderr=self._out.theirs,
                 fds=[folder],
                 env=environment(*_NOT_FOR_DAEMONS) | {"PENSTOCK_TOKEN": f"{self.token}\nadmin:{self._command_token}"},
+                tied=True,
             )
         except BaseException:
             self._out.close()
@@ -172,10 +172,10 @@ class Embedded:
     # ---- closing
 
     def let_go(self) -> None:
-        """Send SIGTERM without waiting, because the garbage collector may call this."""
+        """Ask the daemons to end without waiting, because the garbage collector may call this."""
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
-            self.process.send(signal.SIGTERM)
+            self.process.ask_to_end()
 
     def close(self) -> None:
         """Stop the daemons. May be called again; does nothing in a fork."""

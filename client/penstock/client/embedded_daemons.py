@@ -6,7 +6,7 @@ else is imported, because it imports torch, for which the first batch waits. The
 
     address: Unix socket that the coordinator listens on.
     folder_fd: descriptor of the temporary folder, which is removed when this process ends.
-    parent_pid: id of the training process, whose end also ends this process.
+    parent_pid: id of the training process.
     no_sandbox: true if runners have no sandbox.
     budget: largest size of all snapshots that the coordinator holds, such as "4GiB"; "": the default.
 
@@ -17,8 +17,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from typing import Any
 
+from penstock.runtime.process.lifetime import Parent
 from penstock.worker.processes.interpreters import StartedForkServer, start_fork_server
 
 SLOTS = 1024
@@ -27,11 +29,15 @@ SLOTS = 1024
 
 def main() -> int:
     given = json.loads(sys.argv[1])
+    try:
+        parent = Parent(given["parent_pid"])
+    except ProcessLookupError:
+        return 0
     fork_server = start_fork_server(sandboxed=not given["no_sandbox"])
-    return serve(given, fork_server)
+    return serve(given, parent, fork_server)
 
 
-def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
+def serve(given: dict[str, Any], parent: Parent, fork_server: StartedForkServer) -> int:
     import asyncio
     import contextlib
     import faulthandler
@@ -52,8 +58,10 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
     from penstock.worker.daemon.worker_settings import DaemonSettings
 
     async def run() -> None:
-        """Run both until one ends, then stop the other. Raises the error of a failed daemon."""
-        listening, stop = asyncio.Event(), asyncio.Event()
+        """Run both until the parent ends or asks for their end, or until one ends; stop the worker first. Raises the
+        error of a failed daemon."""
+        listening, stop, leave = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        parent.on_end(leave.set)
         limits = replace(Limits(), budget=bytes_of(given["budget"]) or MEMORY_BUDGET)
         coordinator = asyncio.create_task(
             serve_coordinator(
@@ -71,14 +79,13 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
             token=read_token("worker"),
             slots=SLOTS,
             allow=["*"],
-            parent_pids=[given["parent_pid"]],
             embedded=True,
             no_sandbox=given["no_sandbox"],
         )
         up = asyncio.create_task(listening.wait())
         await asyncio.wait([up, coordinator], return_when="FIRST_COMPLETED")
         up.cancel()
-        worker = asyncio.create_task(serve_worker(settings, fork_server=fork_server))
+        worker = asyncio.create_task(serve_worker(settings, fork_server=fork_server, stop=leave))
         await asyncio.wait([worker, coordinator], return_when="FIRST_COMPLETED")
         if not worker.done():
             worker.cancel()
@@ -103,7 +110,13 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
+    status = 1
+    try:
+        status = main()
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # all is closed; the interpreter's own shutdown would take 0.05 s of a processor for nothing
+    # All is closed: the interpreter's own shutdown would take 0.05 s of a processor for nothing. After an error, such
+    # as a thread that could not be started, it may wait for ever.
+    os._exit(status)

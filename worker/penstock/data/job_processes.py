@@ -23,9 +23,10 @@ from typing import Any
 
 from penstock.proto import errors
 from penstock.proto.errors import DatasetError, PenstockError
+from penstock.runtime.process.lifetime import wait_for_parent_end
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, module, spawn
-from penstock.runtime.process.watch import wait_for_any, wait_for_parent_end
+from penstock.runtime.process.watch import wait_for_any
 
 JOB = struct.Struct("<Q")
 """Layout of a job's number in the file JOBS."""

@@ -32,7 +32,6 @@ _KINDS: dict[str, dict[str, Any]] = {
     "float": {"type": float},
     "bool": {"action": "store_true"},
     "Sequence[str]": {"action": "append"},
-    "Sequence[int]": {"action": "append", "type": int},
 }
 """Arguments of add_argument by a field's type."""
 

@@ -1,10 +1,8 @@
 """Coordinator process, from the loading of its cluster state to its end.
 
-It ends in order by SIGTERM or SIGINT, by the event `stop`, or with its parent process. The parent watch is a pidfd,
-which becomes readable when exactly that process ends. (A parent-death signal would be sent when the *thread* that
-started the coordinator ends.) With a parent watch SIGINT is ignored: Ctrl-C reaches the whole process group, and a
-training loop that saves on Ctrl-C still needs the coordinator. At an orderly end health reports NOT_SERVING, long polls
-are answered, and calls get a moment; peers keep running and connect to the next coordinator.
+It ends in order by SIGTERM or SIGINT, or by the event `stop`; below a parent process only with that, or when it asks
+(lifetime.py): workers that migrate, and jobs that save, still need it. At an orderly end health reports NOT_SERVING,
+long polls are answered, and calls get a moment; peers keep running and connect to the next coordinator.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from penstock.proto.rpc.channel import RunningServer, Tls, host_id, server_aio
 from penstock.proto.rpc.connection_limits import raise_file_limit
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from penstock.runtime.files.private_folders import PrivateFolder
-from penstock.runtime.process.watch import Process
+from penstock.runtime.process.lifetime import Parent
 from penstock.runtime.telemetry.counters import CallCounters
 
 log = logging.getLogger("penstock.appliance")
@@ -74,12 +72,12 @@ async def serve(
         tokens: credential tokens of callers, one bare token or lines "role:token".
         tls: certificate of the coordinator; with a CA file, callers must present certificates too.
         insecure: allows an address that other machines can reach without TLS.
-        parent_pid: id of the parent process, whose end also ends the coordinator; None: the parent is not watched.
-            If the parent has ended already, return without a coordinator.
+        parent_pid: id of the parent process, with which or by whose wish the coordinator ends; None: the parent is not
+            watched. If the parent has ended already, return without a coordinator.
         ready: called with the coordinator's address, once calls are accepted.
         limits: leases, budgets and other limits; None: the defaults.
-        stop: event that stops the coordinator, for a process that runs other code too. In the main thread SIGTERM and
-            SIGINT stop the coordinator too. None: only they, or the end of the parent.
+        stop: event that stops the coordinator, for a process that runs other code too. None: SIGTERM and SIGINT do,
+            or the parent.
         http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
         http_any_port: use a free port if that of `http` is in use.
         http_on_demand: without `http`, start the dashboard on loopback once an operator asks for it (OpenDashboard).
@@ -97,14 +95,18 @@ async def serve(
         if own_process:
             closing.enter_context(_paced(loop))
             raise_file_limit()
-        _stop_by_signal(loop, stop, closing, leave_interrupt=parent_pid is not None)
+        ending = [signal.SIGTERM, signal.SIGINT] if own_process else []
         if parent_pid is not None:
             try:
-                parent = Process.parent(parent_pid)
+                parent = Parent(parent_pid)
             except ProcessLookupError:
                 return
             closing.callback(parent.close)
             parent.on_end(stop.set)
+            ending = [] if parent.can_ask else [signal.SIGTERM]
+        for number in ending:
+            loop.add_signal_handler(number, stop.set)
+            closing.callback(loop.remove_signal_handler, number)
         directory = None
         if not in_memory:
             directory = StateDir(Path(state_dir))
@@ -218,17 +220,6 @@ def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | 
         return None
     closing.callback(folder.close)
     return QueueProbe(f"unix:{folder.path}/own", limits.tick_s)
-
-
-def _stop_by_signal(
-    loop: asyncio.AbstractEventLoop, stop: asyncio.Event, closing: contextlib.ExitStack, *, leave_interrupt: bool
-) -> None:
-    # Outside the main thread no signals can be handled; the program that runs the coordinator there uses `stop`.
-    with contextlib.suppress(RuntimeError, ValueError):
-        loop.add_signal_handler(signal.SIGTERM, stop.set)
-        closing.callback(loop.remove_signal_handler, signal.SIGTERM)
-        loop.add_signal_handler(signal.SIGINT, (lambda: None) if leave_interrupt else stop.set)
-        closing.callback(loop.remove_signal_handler, signal.SIGINT)
 
 
 def announcer(ready_fd: int | None) -> Callable[[str], None]:

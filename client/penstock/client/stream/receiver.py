@@ -1,6 +1,6 @@
 """The receiver: a process that receives batches over TCP into a ring on this host, for a training job with workers on
-other hosts. Its argument is a JSON object: the arguments of ReceiverLoop, those of load_tls under "tls", and
-"ready_fd", a descriptor for a newline once it listens.
+other hosts. Its argument is a JSON object: the arguments of ReceiverLoop, those of load_tls under "tls", "parent_pid",
+and "ready_fd", a descriptor for a newline once it listens.
 
 A thread would share the interpreter lock with the loop. It imports neither torch nor numpy: `receiver_process.Receiver`
 starts this file by its path, because `python -m` would import penstock.client.
@@ -22,7 +22,7 @@ connection, because a retry would not help.
 
 Ends. If TCP is lost or refused, complete batches are forwarded, then the consumer's socket ends, and it reconnects.
 Only an error from the daemon, or an invalid stream, is an ERROR frame. If the consumer is gone, its last acks are sent,
-then TCP is closed. The process ends with that of `parent_pid`."""
+then TCP is closed. The process ends with its parent, or killed by it."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ from penstock.proto.lane.tls_socket import TlsSocket, check_damage
 from penstock.proto.rpc.tls import Tls, host_of, load_tls
 from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.runtime.process.lifetime import Parent
 from penstock.runtime.process.titles import name_process
-from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.logs import log_lines
 
 _log = logging.getLogger("penstock.client.stream.receiver")
@@ -438,7 +438,7 @@ class ReceiverLane:
 
 
 class ReceiverLoop:
-    def __init__(self, name: str, parent_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
+    def __init__(self, name: str, parent: Parent, max_batch_bytes: int, tls: Tls | None = None) -> None:
         self.again: set[ReceiverLane] = set()
         """Lanes with bytes that TLS has read already, which epoll does not report."""
         self.dialer = LaneDialer(tls)
@@ -447,13 +447,13 @@ class ReceiverLoop:
         self._epoll = select.epoll()
         self._watched: dict[int, tuple[int, ReceiverLane]] = {}
         self._lanes: set[ReceiverLane] = set()
-        self._parent_watch = Process(parent_pid)
+        self._parent = parent
         self._arrived: deque[tuple[Callable[[Connection], None], Connection]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind("\0" + name)
         self._listener.listen(64)
-        self._epoll.register(self._parent_watch, select.EPOLLIN)
+        self._epoll.register(self._parent, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._epoll.register(self._listener, select.EPOLLIN)
 
@@ -465,7 +465,7 @@ class ReceiverLoop:
             if self.again:
                 timeout = 0
             for fd, events in self._epoll.poll(timeout):
-                if fd == self._parent_watch.fileno():
+                if fd == self._parent.fileno():
                     return
                 if fd in special:
                     special[fd]()
@@ -536,16 +536,17 @@ class ReceiverLoop:
 def main() -> None:
     given = json.loads(sys.argv[1])
     ready_fd = given.pop("ready_fd")
+    try:
+        parent = Parent(given.pop("parent_pid"))
+    except ProcessLookupError:
+        return
     name_process("penstock recv")
     log_lines("%(name)s: %(message)s", os.environ.get("PENSTOCK_LOG_LEVEL", "WARNING"))
     # Each lane holds two sockets and two descriptors for each of its rings.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        loop = ReceiverLoop(**{**given, "tls": load_tls(*given["tls"])})
-    except ProcessLookupError:
-        return  # the watched parent process has ended already
+    loop = ReceiverLoop(**{**given, "parent": parent, "tls": load_tls(*given["tls"])})
     os.write(ready_fd, b"\n")
     os.close(ready_fd)
     loop.run()

@@ -38,26 +38,25 @@ class Receiver:
         process = self._process
         return process.pid if process is not None and process.status is None else None
 
-    def start(self, parent_watch: int | None = None) -> str:
-        """Start the receiver if none runs, and return its socket's name. It ends with `parent_watch` (None: this
-        process)."""
+    def start(self) -> str:
+        """Start the receiver if none runs, and return its socket's name. It ends with this process."""
         with self._lock:
             if self.pid is None:
                 self._end()
-                self._spawn(os.getpid() if parent_watch is None else parent_watch)
+                self._spawn()
             return self.name
 
     def stop(self) -> None:
         with self._lock:
             self._end()
 
-    def _spawn(self, parent_watch: int) -> None:
+    def _spawn(self) -> None:
         name = f"penstock-receiver-{os.getpid()}-{secrets.token_hex(8)}"
         with LinePipe() as ready:
             tls = self.tls
             given = {
                 "name": name,
-                "parent_pid": parent_watch,
+                "parent_pid": os.getpid(),
                 "max_batch_bytes": self.max_batch_bytes,
                 "tls": ["", "", "", ""] if tls is None else [tls.ca_file, tls.cert_file, tls.key_file, tls.name],
                 "ready_fd": ready.theirs.fileno(),
@@ -69,6 +68,7 @@ class Receiver:
                 # The receiver gets no token, because it only connects to workers, with tickets.
                 env=MALLOC | environment("PENSTOCK_TOKEN*"),
                 session=False,
+                tied=True,
             )
             try:
                 first_line = ready.line(START_S)

@@ -126,7 +126,7 @@ ParentPid = Annotated[
         metavar="PID",
         min=1,
         hidden=True,  # for programs that start this process as their child
-        help="End when the parent process with this id ends. A coordinator then ignores Ctrl-C.",
+        help="End when the parent process with this id ends or shuts down the socket of standard input.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -1,9 +1,8 @@
 """Keeper of one daemon: runs `penstock coordinator` or `penstock worker` as a child and starts it again if it dies.
 
-The daemon watches this process by a pidfd (`--parent-pid`) and ends with it; a parent-death signal would come when the
-*thread* that started the child ends. It has a session of its own, so that Ctrl-C reaches only the supervisor, which
-ends its daemons in the right order. The pause before a new start doubles each time. A daemon is given up if it dies
-several times soon after its start, cannot run with its settings, or dies before it was first ready.
+The daemon ends with this process (`--parent-pid`), or when it is asked, so that the supervisor ends its daemons in the
+right order, also if all of them get a signal. The pause before a new start doubles each time. A daemon is given up if
+it dies several times soon after its start, cannot run with its settings, or dies before it was first ready.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +32,7 @@ never ready, after its first."""
 STEADY_S = 30.0
 """Seconds that a daemon must run before its failed starts are forgotten."""
 WORKER_GRACE_S = 20.0
-"""Seconds from SIGTERM to SIGKILL, in which a worker migrates its slots and ends its runners."""
+"""Seconds until SIGKILL, in which a worker that was asked to end migrates its slots and ends its runners."""
 COORDINATOR_GRACE_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LOG_LINES = 5
@@ -102,25 +100,23 @@ class FleetKeeper:
             self.restarts += 1
 
     async def stop(self, grace_s: float) -> None:
-        """Send SIGTERM to the daemon, and SIGKILL after `grace_s` seconds."""
+        """Ask the daemon to end, and kill it after `grace_s` seconds."""
         self._stopping.set()
-        self._send(signal.SIGTERM)
+        if self._child is not None:
+            self._child.ask_to_end()
         end = time.monotonic() + grace_s
         while self.pid and time.monotonic() < end:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), end - time.monotonic())
         if self.pid:
             _log.warning("%s has not ended within %g s: killing it", self.title, grace_s)
-            self._send(signal.SIGKILL)
+            if self._child is not None:
+                self._child.kill()
             await self._gone.wait()
 
     def _become(self, state: str) -> None:
         self.state = state
         self._changed()
-
-    def _send(self, number: signal.Signals) -> None:
-        if self._child is not None:
-            self._child.send(number)
 
     async def _run_once(self) -> int:
         loop = asyncio.get_running_loop()
@@ -137,13 +133,13 @@ class FleetKeeper:
 
         with LinePipe() as out:
             command = module("penstock.deploy", *self._command(self.line), "--parent-pid", str(os.getpid()))
-            self._child = child = spawn(command, stdout=out.theirs, stderr=open_log(self._path))
+            self._child = child = spawn(command, stdout=out.theirs, stderr=open_log(self._path), tied=True)
             loop.add_reader(out.fileno(), read_output)
             child.on_end(ended.set)
             self.pid = child.pid
             self._become("starting")
             if self._stopping.is_set():
-                self._send(signal.SIGTERM)
+                child.ask_to_end()
             try:
                 await ended.wait()
             finally:

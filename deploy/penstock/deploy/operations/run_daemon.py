@@ -34,7 +34,7 @@ def run_coordinator(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Run a coordinator until SIGTERM or SIGINT. With `parent_pid` it ignores SIGINT and ends with that process."""
+    """Run a coordinator until SIGTERM or SIGINT; with `parent_pid` until that process ends or asks for it."""
     from penstock.appliance.limits import MEMORY_BUDGET, Limits
     from penstock.appliance.server.server import serve
 
@@ -80,7 +80,7 @@ def run_worker(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Run a worker until SIGTERM or SIGINT, or until the process `parent_pid` ends."""
+    """Run a worker until SIGTERM or SIGINT, or until the process `parent_pid` ends or asks for it."""
     from penstock.worker.daemon.serving import serve
     from penstock.worker.daemon.worker_settings import DaemonSettings, own_name
 
@@ -104,7 +104,7 @@ def run_worker(
                 allow=settings.allow.split(","),
                 listen=settings.listen,
                 name=name,
-                parent_pids=() if parent_pid is None else (parent_pid,),
+                parent_pid=parent_pid or 0,
                 runner_memory=bytes_of(settings.runner_memory),
                 runner_user=settings.runner_user,
                 runner_processes=settings.runner_processes,

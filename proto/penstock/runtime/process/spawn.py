@@ -1,13 +1,14 @@
 """Start of child processes: fresh interpreters, and forks of this process.
 
 Interpreters have only the named descriptors, and -P, so that a user's file in the working directory does not replace a
-module. Every child leads a process group, so Ctrl-C reaches only the user's command, which then ends its children. A
-program of Penstock ends with its parent by watching it (`--parent-pid`), a forked child by a parent-death signal."""
+module. Every child leads a process group, so Ctrl-C reaches only the user's command, which then ends its children. How
+children live and end with this process is in lifetime.py."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ from types import ModuleType
 from typing import Protocol
 
 import penstock.proto
-from penstock.runtime.process.watch import Process, die_with_parent
+from penstock.runtime.process.lifetime import die_with_parent, keeping_handlers, signals_blocked
+from penstock.runtime.process.watch import Process
 
 NULL = subprocess.DEVNULL
 TORCHRUN = (
@@ -41,7 +43,10 @@ class _End(Protocol):
 
 
 class Spawned(Process):
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+    """`link`: socket whose other end is the child's standard input, if it lives below this process (`tied`)."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], link: socket.socket | None = None) -> None:
+        self._link = link
         try:
             super().__init__(popen.pid)
         except OSError:
@@ -74,6 +79,18 @@ class Spawned(Process):
         self._popen.send_signal(number)
         return self._popen.returncode is None
 
+    def ask_to_end(self) -> None:
+        if self._link is None:
+            super().ask_to_end()
+            return
+        with contextlib.suppress(OSError):  # it has ended, or was asked before
+            self._link.shutdown(socket.SHUT_RDWR)  # a close alone is not seen while a forked child holds the socket
+
+    def close(self) -> None:
+        super().close()
+        if self._link is not None:
+            self._link.close()
+
     def let_go(self) -> None:
         """Stop watching the child, so that it may outlive this process."""
         self._popen.returncode = 0
@@ -88,29 +105,40 @@ def spawn(
     fds: Sequence[int | _End] = (),
     env: Mapping[str, str] | None = None,
     session: bool = True,
+    tied: bool = False,
 ) -> Spawned:
     """Start a child process. Raises OSError if it cannot be started.
 
     `stdout`, `stderr`: a descriptor, NULL, an end of a pipe, or this process's; `fds`: descriptors that the child has
-    under the same numbers; `session` False: a process group in this session. Sockets and ends of pipes are closed in
-    this process, also after an error; descriptors given as numbers stay open."""
+    under the same numbers; `session` False: a process group in this session; `tied`: the child is a program that calls
+    `outlive_signals`, and ends when it is asked by its standard input. Sockets and ends of pipes are closed in this
+    process, also after an error; descriptors given as numbers stay open."""
     passed = [fd if isinstance(fd, int) else fd.fileno() for fd in fds]
-    try:
-        popen = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,  # type: ignore[arg-type]  # Popen asks for no more than fileno()
-            stderr=stderr,  # type: ignore[arg-type]
-            pass_fds=passed,
-            env=env,
-            start_new_session=session,
-            process_group=None if session else 0,
-        )
-    finally:
+    link = theirs = None
+    with contextlib.ExitStack() as closing:
         for given in (stdout, stderr, *fds):
             if given is not None and not isinstance(given, int):
-                given.close()
-    return Spawned(popen)
+                closing.callback(given.close)
+        if tied:
+            link, theirs = socket.socketpair()
+            closing.enter_context(theirs)
+            closing.enter_context(signals_blocked())
+        try:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL if theirs is None else theirs,
+                stdout=stdout,  # type: ignore[arg-type]  # Popen asks for no more than fileno()
+                stderr=stderr,  # type: ignore[arg-type]
+                pass_fds=passed,
+                env=env,
+                start_new_session=session,
+                process_group=None if session else 0,
+            )
+        except BaseException:
+            if link is not None:
+                link.close()
+            raise
+    return Spawned(popen, link)
 
 
 def module(name: str, *arguments: str) -> list[str]:
@@ -137,7 +165,8 @@ def fork(run: Callable[[], int | None]) -> int:
 
     It leads a process group and dies with this process, which must have no threads. Exit handlers do not run in it."""
     parent = os.getpid()
-    pid = os.fork()
+    with keeping_handlers():
+        pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # in parent and child: the group may be killed before the child runs

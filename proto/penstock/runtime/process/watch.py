@@ -1,23 +1,17 @@
 """Watching and signalling of a process by a pidfd, the only reliable sign that it has ended.
 
-Sockets and pipes may be held open by its forks, and an id may be reused. Children also watch their parent by a pidfd.
-The parent-death signal (`die_with_parent`) is only for forked children, whose parents have no threads: it is sent when
-the *thread* that started the process ends."""
+Sockets and pipes may be held open by its forks, and an id may be reused. Children also watch their parent by a pidfd
+(lifetime.py)."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-PARENT_LOOK_S = 1.0
-"""Seconds between checks whether the parent runs, on a kernel without pidfds."""
 LONGEST_S = 1e6
 """Longest timeout of poll(2) in seconds. A longer timeout counts as no limit."""
 
@@ -45,17 +39,6 @@ class Process:
         self._pidfd = -1
         self._unwatch: Callable[[], object] | None = None
         self._pidfd = os.pidfd_open(pid) if pidfd is None else pidfd
-
-    @classmethod
-    def parent(cls, pid: int) -> Self:
-        """Return the parent, which had this id when it started this process. Raises ProcessLookupError."""
-        process = cls(pid)
-        if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
-            process.close()
-            raise ProcessLookupError(
-                f"the parent of process {os.getpid()} (process {pid}) has ended: end this process too"
-            )
-        return process
 
     def __del__(self) -> None:
         if self._pidfd >= 0:
@@ -106,9 +89,14 @@ class Process:
     def kill(self) -> None:
         self.send(signal.SIGKILL)
 
-    def end(self, grace_s: float, killed_s: float | None = None) -> bool:
-        """Send SIGTERM, and kill after `grace_s` seconds. Return False if it still runs after another `killed_s`."""
+    def ask_to_end(self) -> None:
+        """Ask the process to end in order, without waiting."""
         self.send(signal.SIGTERM)
+
+    def end(self, grace_s: float, killed_s: float | None = None) -> bool:
+        """Ask the process to end, and kill it after `grace_s` seconds. Return False if it still runs after another
+        `killed_s`."""
+        self.ask_to_end()
         if self.wait(grace_s):
             return True
         self.kill()
@@ -129,34 +117,3 @@ def stat_of(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
         return []
-
-
-# ---- the reverse: ending with the parent, and adopting orphans
-
-
-def wait_for_parent_end(pid: int) -> None:
-    """Block this thread until process `pid`, the parent of this process, has ended, also without pidfds."""
-    try:
-        with Process.parent(pid) as parent:
-            parent.wait()
-    except OSError:
-        while os.getppid() == pid:
-            time.sleep(PARENT_LOOK_S)
-
-
-def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send a signal when process `parent` dies. End this process at once if it has died already."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def become_subreaper() -> None:
-    """Make this process the parent of those of its descendants whose own parent dies, in place of process 1."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> None:
-    import ctypes  # imported here because it takes 3 ms and watching does not need it
-
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -57,9 +57,14 @@ TURN_S = 0.5
 
 class Daemon:
     """Worker daemon: runs each assigned slot in a child process. `run()` returns after `stop()`. fork_server: already
-    started one; None: one is started for the first slot."""
+    started one; None: one is started for the first slot. stop: event that is the same as `stop()`."""
 
-    def __init__(self, settings: DaemonSettings, fork_server: StartedForkServer | None = None) -> None:
+    def __init__(
+        self,
+        settings: DaemonSettings,
+        fork_server: StartedForkServer | None = None,
+        stop: asyncio.Event | None = None,
+    ) -> None:
         self.settings = settings
         user = user_of_runners(settings)
         self._tempdir = TemporaryFolder(user)
@@ -116,14 +121,15 @@ class Daemon:
         """Newest journal commit that the coordinator reported, signed, in each heartbeat: a coordinator that restarts
         with an older journal detects the missing commits."""
         self._replied = asyncio.Event()
-        self.stopping = asyncio.Event()
+        self.stopping = stop or asyncio.Event()
         self._at_once = asyncio.Event()
 
     # ---- life cycle
 
-    def stop(self) -> None:
-        """End `run` once the slots run on other workers, or after `drain_s` seconds. A second call ends it at once."""
-        if self.stopping.is_set():
+    def stop(self, *, interrupted: bool = False) -> None:
+        """End `run` once no slot runs here, or after `drain_s` seconds. `interrupted`: by Ctrl-C, the second of which
+        ends it at once. (Schedulers repeat SIGTERM, and mean the same by it.)"""
+        if interrupted and self.stopping.is_set():
             self._at_once.set()
         self.stopping.set()
 
@@ -157,17 +163,17 @@ class Daemon:
             await self._leave()
 
     async def _migrate_slots(self) -> None:
-        """Wait for a stop request, then until every slot has moved, `drain_s` is over, no worker has room, or a second
-        request."""
+        """Wait for a stop request, then until every slot has moved or ended, or `drain_s` is over, or a second Ctrl-C.
+        Slots for which no other worker has room stay: their job may have got the same signal, and still save."""
         await self.stopping.wait()
         self._leaving = True
         self._dirty.set()
-        until = time.monotonic() + self.settings.drain_s
+        until, told = time.monotonic() + self.settings.drain_s, False
         at_once = asyncio.ensure_future(self._at_once.wait())
         while self._slots and not at_once.done() and (left_s := until - time.monotonic()) > 0:
-            if self._draining and self._stuck >= len(self._slots):
+            if self._draining and self._stuck >= len(self._slots) and not told:
                 _log.info("worker %s: no other worker has room for its %d slots", self.host.name, len(self._slots))
-                break
+                told = True
             self._replied.clear()
             replied = asyncio.ensure_future(self._replied.wait())
             await asyncio.wait([replied, at_once], timeout=left_s, return_when="FIRST_COMPLETED")

@@ -8,7 +8,7 @@ import logging
 import signal
 from collections.abc import Callable
 
-from penstock.runtime.process.watch import Process, become_subreaper
+from penstock.runtime.process.lifetime import Parent, become_subreaper
 from penstock.worker.daemon.daemon import Daemon
 from penstock.worker.daemon.worker_metrics import open_web
 from penstock.worker.daemon.worker_settings import DaemonSettings
@@ -22,18 +22,21 @@ async def serve(
     settings: DaemonSettings,
     ready: Callable[[str], None] | None = None,
     fork_server: StartedForkServer | None = None,
+    stop: asyncio.Event | None = None,
 ) -> None:
-    """Run a daemon until SIGTERM, SIGINT, or the end of a process in `settings.parent_pids`. ready: called with the
-    worker's name."""
-    daemon = Daemon(settings, fork_server)
+    """Run a daemon until `stop`, for a process that runs other code too; without it until SIGTERM, SIGINT, the end of
+    the parent `settings.parent_pid`, or its wish. ready: called with the worker's name."""
+    daemon = Daemon(settings, fork_server, stop)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, daemon.stop)
-    for pid in settings.parent_pids:
+    if settings.parent_pid:
         try:
-            Process(pid).on_end(daemon.stopping.set)
+            Parent(settings.parent_pid).on_end(daemon.stop)
         except ProcessLookupError:
             return
+    if stop is None:
+        loop.add_signal_handler(signal.SIGTERM, daemon.stop)
+        if not settings.parent_pid:
+            loop.add_signal_handler(signal.SIGINT, lambda: daemon.stop(interrupted=True))
     become_subreaper()  # adopts the children of a fork server that dies
     with unblocked_logging(), contextlib.ExitStack() as closing:
         if settings.http:

@@ -26,8 +26,8 @@ class DaemonSettings:
     """Address at which training jobs on other hosts read batches, as host:port; port 0 = any free port."""
     name: str = ""
     """Name of the worker, unique in the cluster; "" = `own_name()`."""
-    parent_pids: Sequence[int] = ()
-    """The daemon ends when one of these ends. In embedded mode: the training job."""
+    parent_pid: int = 0
+    """Process that has started this one, with whose end the daemon ends; 0: it may outlive it."""
     embedded: bool = False
     """True if a training job started this daemon on its own machine, for that job alone."""
     runner_memory: int = 0

@@ -24,9 +24,10 @@ from penstock.proto.errors import LaneLostError
 from penstock.proto.lane.producer import Producer
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.runtime.process.end import reap
+from penstock.runtime.process.lifetime import become_subreaper
 from penstock.runtime.process.spawn import fork
 from penstock.runtime.process.titles import name_process, title_process
-from penstock.runtime.process.watch import Process, become_subreaper, wait_for_any
+from penstock.runtime.process.watch import Process, wait_for_any
 from penstock.worker.processes.control_channel import (
     DESCRIPTORS_CLOSED,
     MAX_FDS,

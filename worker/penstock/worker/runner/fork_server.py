@@ -32,9 +32,10 @@ from functools import partial
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import forks, sandbox
 from penstock.runtime.process.end import has_ended, reap, signal_child
+from penstock.runtime.process.lifetime import become_subreaper, die_with_parent, outlive_signals
 from penstock.runtime.process.spawn import fork
 from penstock.runtime.process.titles import name_process
-from penstock.runtime.process.watch import Process, become_subreaper, die_with_parent
+from penstock.runtime.process.watch import Process
 from penstock.worker.processes.control_channel import (
     DESCRIPTORS_CLOSED,
     ControlChannel,
@@ -53,6 +54,7 @@ LAST_LOOKS = 90
 
 
 def main() -> None:
+    outlive_signals()
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
@@ -170,7 +172,6 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     control, output, stacks, *progress_page = message.fds
     become_subreaper()
     write_stacks_to(stacks)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer; the daemon stops this process
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)

@@ -20,6 +20,7 @@ from typing import NoReturn, cast
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import forks
 from penstock.runtime.process.end import reap, signal_child
+from penstock.runtime.process.lifetime import signals_blocked
 from penstock.runtime.process.spawn import fork
 from penstock.worker.loader.start import compare_record, record_of
 from penstock.worker.processes.control_channel import (
@@ -42,6 +43,10 @@ MAX_CAPABILITIES = 64 << 10
 _WAKE = signal.SIGUSR1
 _GUARD = """
 import os, signal, sys, time
+ending = {signal.SIGTERM, signal.SIGINT}
+for number in ending:
+    signal.signal(number, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
 os.closerange(3, 65536)
 pid = int(sys.argv[1])
 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -133,9 +138,8 @@ class _Spare:
     def __init__(self, stream: SlotStream, sent: StartData) -> None:
         self._stream, self._sent = stream, sent
         self._capabilities = mmap.mmap(-1, MAX_CAPABILITIES)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {_WAKE})
-        self._pid = fork(self._wait)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with signals_blocked(_WAKE):
+            self._pid = fork(self._wait)
 
     def _wait(self) -> None:
         signal.sigwait({_WAKE})
@@ -152,7 +156,8 @@ class _Spare:
         data = self._stream.source.capabilities.SerializeToString()
         self._capabilities[: 4 + len(data)] = len(data).to_bytes(4, "little") + data
         signal_child(self._pid, _WAKE)
-        os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", _GUARD, str(self._pid)])
+        with signals_blocked():  # until the other program has its handlers
+            os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", _GUARD, str(self._pid)])
 
     def end(self) -> None:
         if self._pid:

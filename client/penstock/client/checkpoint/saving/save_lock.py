@@ -3,7 +3,8 @@
 A handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself, as
 handlers for preemption do; it would find half-changed data. So while a call holds the lock, signals are recorded, and
 their handlers run at its end, before it returns. While a call waits for an earlier save or another thread, handlers run
-at once, and so does that of a second signal of one kind, so that a second Ctrl-C always works."""
+at once, and so does that of a second signal of one kind, so that a second Ctrl-C always works. (A second SIGTERM says
+what the first did: torchrun passes on the one that the ranks have got too, and schedulers repeat theirs.)"""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ class _HeldSignals:
 
 
 class SignalWatch:
-    """Recorder of signals for a loop that checks `received`. A second signal acts as it does without it."""
+    """Recorder of signals for a loop that checks `received`. Only a second Ctrl-C acts as it does without it."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
         """Raises InvalidArgumentError outside the main thread, and for a number that cannot be handled."""
@@ -136,11 +137,11 @@ class SignalWatch:
 
     def _record(self, number: int, frame: Any) -> None:
         before = self._before[number]
-        if self.received:
+        if self.received and number == signal.SIGINT:
             self._restore(number)
             signal.raise_signal(number)
             return
-        self.received = number
+        self.received = self.received or number
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 

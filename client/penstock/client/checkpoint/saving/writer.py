@@ -26,8 +26,8 @@ from typing import Any
 from penstock.client.checkpoint.saving.folder_save import DurablePath, FolderSave
 from penstock.client.checkpoint.saving.save_job import SaveJob, WriteFailed
 from penstock.proto.state.checkpoint_catalog import is_bucket
+from penstock.runtime.process.lifetime import outlive_signals, wait_for_parent_end
 from penstock.runtime.process.titles import name_process
-from penstock.runtime.process.watch import wait_for_parent_end
 
 LENGTH = 8
 NICENESS = 10
@@ -127,6 +127,7 @@ def _jobs_of(request: dict[str, Any]) -> MakeJob:
 
 
 def main() -> None:
+    outlive_signals()
     name_process("penstock writer")
     gc.disable()  # a collection would stop all threads: `serve` makes one after each save,
     gc.freeze()  # of what the save has left only, in 0.1 ms

@@ -153,10 +153,9 @@ class _Running:
             raise _not_started(rank, error) from error
         try:
             what = str(theirs.fileno()), str(os.getpid())
-            # The writer gets no token, because it does not need one. It has a session of its own, so that a signal to
-            # the training job's process group does not stop a save.
+            # The writer gets no token, because it does not need one.
             env = environment("PENSTOCK_TOKEN*")
-            self.process = spawn([*by_path(WRITER, xxhash), *what], fds=[theirs], stdout=NULL, env=env)
+            self.process = spawn([*by_path(WRITER, xxhash), *what], fds=[theirs], stdout=NULL, env=env, tied=True)
         except BaseException as error:
             self._sock.close()
             if not isinstance(error, OSError):  # interrupted
