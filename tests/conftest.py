@@ -113,12 +113,14 @@ SLOW_SUITES = {
     "system/test_client_faults",
     "system/test_coordinator_faults",
     "system/test_daemon_faults",
+    "system/test_denied_threads",
     "system/test_elastic",
     "system/test_memory_limit",
     "system/test_mix",
     "system/test_network_faults",
     "system/test_partitions",
     "system/test_runner_faults",
+    "system/test_signals",
     "system/test_stopped",
 }
 """Folders and files that `make slow` runs and `make test` leaves out: whole trainings, programs and pages, and faults

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -213,7 +215,38 @@ def test_an_interrupted_close_finishes_saves(tmp_path: Path, monkeypatch: pytest
     assert [one.step for one in checkpoints(tmp_path)] == [1]
 
 
-def test_second_signal_acts(tmp_path: Path) -> None:
+def test_only_a_second_interrupt_acts(tmp_path: Path) -> None:
+    """Torchrun passes its ranks a SIGTERM that they have got, and Slurm's scripts repeat theirs."""
+    repeated = f"""
+import os, signal, sys
+import torch
+from penstock.client.checkpoint import AsyncCheckpointer
+
+class Slow:
+    def state_dict(self):
+        for number in (signal.SIGTERM, signal.SIGTERM, *sys.argv[1:]):
+            os.kill(os.getpid(), int(number))
+        return {{"x": 1}}
+
+    def load_state_dict(self, state): ...
+
+with AsyncCheckpointer({str(tmp_path)!r}, on_signal=(signal.SIGTERM, signal.SIGINT), fsync=False) as checkpointer:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpointer.signalled()
+    checkpointer.save(1, {{"slow": Slow()}})
+    checkpointer.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    command = [sys.executable, "-c", repeated]
+    assert subprocess.run(command, timeout=100, check=False).returncode == 0
+    assert [one.step for one in checkpoints(tmp_path)] == [1]
+    interrupted = subprocess.run([*command, str(int(signal.SIGINT))], timeout=100, check=False, capture_output=True)
+    assert interrupted.returncode == -signal.SIGINT
+    assert b"KeyboardInterrupt" in interrupted.stderr
+
+
+def test_signals_are_passed_on_to_earlier_handlers(tmp_path: Path) -> None:
     seen: list[int] = []
     with handled(lambda number, frame: seen.append(number)):
         with AsyncCheckpointer(tmp_path, on_signal=signal.SIGUSR1, fsync=False) as checkpointer:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked import Child
 from lane_frames import a_frame, ack_of, checked, read_hello, read_sealed
 from tests.lanes.conftest import DEADLINE_S, next_frame, payload
 from tests.lanes.runner_child import content
@@ -338,21 +339,30 @@ def test_one_that_was_killed_is_started_again(receiver: Receiver) -> None:
     assert receiver.pid not in (None, pid)
 
 
-def test_it_leaves_when_its_lifeline_does() -> None:
-    parent_watch = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    receiver = Receiver()
-    name = receiver.start(parent_watch.pid)
-    pid = receiver.pid
-    assert pid is not None
-    rig = Rig(receiver)
-    parent_watch.communicate(b"\n")
-    with pytest.raises(LaneLostError):
-        next_frame(rig.consumer)
-    rig.close()
-    until(lambda: receiver.pid is None, what="it outlived its parent watch")
-    with pytest.raises(ConnectionRefusedError):
-        connect_local(name, 1)
-    receiver.stop()
+def test_it_outlives_signals_and_ends_with_the_training_process() -> None:
+    ours, theirs = socket.socketpair()
+
+    def train() -> None:
+        receiver = Receiver()
+        theirs.send(f"{receiver.start()} {receiver.pid}".encode())
+        time.sleep(DEADLINE_S)
+
+    with Child(train) as trainer:
+        name, pid = ours.recv(1000).decode().split()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(int(pid), number)
+        time.sleep(0.2)
+        connect_local(name, 1).close()
+        trainer.kill()
+
+    def refuses() -> bool:
+        try:
+            connect_local(name, 1).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    until(refuses, what="it outlived the training process")
 
 
 def test_passes_left_while_their_batches_come_in(rig: Rig) -> None:

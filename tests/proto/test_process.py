@@ -13,7 +13,6 @@ import pytest
 from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, environment, spawn
-from penstock.runtime.process.watch import Process, stat_of
 
 SOON_S = 60.0
 
@@ -132,11 +131,115 @@ def test_an_identity_is_not_its_number() -> None:
         Identity.of(child.pid)
 
 
-def test_the_parent_is_the_parent() -> None:
-    Process.parent(os.getppid()).close()
-    with pytest.raises(ProcessLookupError, match="has ended"):
-        Process.parent(os.getpid())
-    assert stat_of(os.getpid())[1] == str(os.getppid())
+# ---- a child's life below its parent
+
+LIVES = """
+import asyncio, os, sys, time
+from penstock.runtime.process.lifetime import Parent
+
+async def live():
+    asked = asyncio.Event()
+    Parent(os.getppid()).on_end(asked.set)
+    print("lives", flush=True)
+    await asked.wait()
+    print("ends", flush=True)
+
+asyncio.run(live())
+"""
+
+
+def test_signals_to_the_whole_job_do_not_end_a_tied_child() -> None:
+    """Send them at its start, before its handlers, and later. Then ask it to end, while a fork holds the socket."""
+    with LinePipe() as pipe:
+        child = started(LIVES, stdout=pipe.theirs, tied=True)
+        ending = (signal.SIGTERM, signal.SIGINT)
+        assert all(map(child.send, ending))
+        assert pipe.line(SOON_S) == b"lives"
+        for _ in range(20):
+            assert all(map(child.send, ending))
+        fork = os.fork()
+        if not fork:
+            time.sleep(SOON_S)
+            os._exit(0)
+        assert not child.wait(0.3)
+        child.ask_to_end()
+        child.ask_to_end()
+        assert pipe.line(SOON_S) == b"ends"
+        assert child.result() == 0
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+        child.close()
+
+
+def test_a_tied_child_ends_with_its_parent() -> None:
+    with LinePipe() as pipe:
+        middle = f"""
+import sys, time
+from penstock.runtime.process.spawn import spawn
+kept = spawn([sys.executable, "-P", "-c", {LIVES!r}], tied=True)
+time.sleep(60)
+"""
+        parent = started(middle, stdout=pipe.theirs)
+        assert pipe.line(SOON_S) == b"lives"
+        parent.kill()
+        assert pipe.line(SOON_S) == b"ends"
+        parent.result()
+        parent.close()
+
+
+def test_only_its_parent_is_its_parent() -> None:
+    code = """
+import os
+from penstock.runtime.process.lifetime import Parent
+Parent(os.getppid()).close()
+try:
+    Parent(os.getpid())
+except ProcessLookupError:
+    print("has ended")
+"""
+    assert said(code) == b"has ended"
+
+
+USERS_CHILDREN = """
+import os, signal, subprocess, time
+from penstock.runtime.process import lifetime
+from penstock.runtime.process.spawn import fork
+
+def ends(pid, number):
+    os.kill(pid, number)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def forked():
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        while True:
+            time.sleep(60)
+    return pid
+
+def quiet():
+    time.sleep(60)
+
+lifetime.outlive_signals()
+ours = fork(quiet)
+assert {ends(forked(), signal.SIGTERM) for _ in range(200)} == {-signal.SIGTERM}
+pid = forked()
+time.sleep(0.3)  # Python forgets an interrupt within its hooks of a fork
+assert ends(pid, signal.SIGINT) == -signal.SIGINT
+program = subprocess.run(["grep", "-E", "Sig(Ign|Blk)", "/proc/self/status"], capture_output=True, text=True).stdout
+masks = [int(line.split()[1], 16) for line in program.splitlines()]
+assert not any(mask & (1 << number - 1) for mask in masks for number in lifetime.ENDING), program
+os.kill(ours, signal.SIGTERM)
+os.kill(ours, signal.SIGINT)
+assert ends(ours, signal.SIGKILL) == -signal.SIGKILL
+print("as usual")
+"""
+
+
+def test_signals_have_their_usual_effect_on_children_of_user_code() -> None:
+    """Let a process that outlives them fork, as multiprocessing does, and start a program; each signal is sent at
+    once."""
+    assert said(USERS_CHILDREN) == b"as usual"
 
 
 # ---- lines

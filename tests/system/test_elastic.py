@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import paced
 import pytest
+from census import descendants
 from cluster import TOKEN, Cluster, Daemon, running
+from waiting import PATIENCE
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -137,20 +140,43 @@ def test_ending_worker_migrates_its_slots_first(cluster: Cluster) -> None:
         assert old.wait(30) == 0
 
 
-def test_unrelieved_ending_worker_ends_at_once(cluster: Cluster) -> None:
-    with paced_worker(cluster, 2, "--drain-s", "600", name="old") as old, ExitStack() as closing:
-        closing.enter_context(aside(cluster))
+def test_unrelieved_ending_worker_answers_states_for_its_drain_seconds(cluster: Cluster) -> None:
+    """All processes of the only worker with room get SIGTERM, again and again, as from Slurm's scripts; its job, which
+    has got it too, still takes steps, saves and ends. Then the worker ends, long before the time is over."""
+    with paced_worker(cluster, 2, "--drain-s", "600", name="old") as old, aside(cluster):
+        box = cluster.box("unrelieved", num_workers_per_box=2)
+        with box as appliance:
+            loader = DataLoader(paced.paced, COUNT)
+            executor = DataExecutor(loader, num_steps=COUNT, appliance=appliance)
+            for batch in executor:
+                expected, step = batch.tolist(), executor.step
+                time.sleep(0.002)
+                if 50 <= step < 60:
+                    for pid in [old.pid, *descendants(old.pid)]:
+                        with suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGTERM)
+                if step == 500:  # beyond what the runners had made before the signals
+                    saved = loader.state_dict()
+                    assert old.poll() is None
+                    break
+        assert old.wait(PATIENCE * 30) == 0
+    again = DataLoader(paced.paced, COUNT)
+    again.load_state_dict(saved)
+    with cluster.box("unrelieved", num_workers_per_box=2) as appliance:
+        after = next(iter(DataExecutor(again, appliance=appliance)))
+    assert (expected, after.tolist()) == ([1, 250], [0, 251])
+
+
+def test_the_second_interrupt_ends_a_worker_at_once(cluster: Cluster) -> None:
+    with paced_worker(cluster, 2, "--drain-s", "600", name="old") as old, aside(cluster):
 
         def act(step: int) -> None:
             if step == 50:
                 old.send_signal(signal.SIGTERM)
-                assert old.wait(30) == 0
-                closing.close()
+                old.send_signal(signal.SIGINT)
+                assert old.wait(PATIENCE * 30) == 0
 
-        watched = Watched(cluster, 2, always_ready=False)
-        with pytest.warns(UserWarning, match="drains"):  # for it stood still meanwhile
-            # Beyond what the old one had made ahead, which comes first.
-            watched.run(lambda slots: on(slots) == ["kept", "kept"] and watched.step > 400, act)
+        Watched(cluster, 2, always_ready=False).run(lambda slots: old.poll() is not None, act)
 
 
 def test_slots_go_to_workers_that_join(cluster: Cluster) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.client.stream.wait_notice import say
-from penstock.proto.errors import PenstockError
+from penstock.proto.errors import CoordinatorUnavailableError, PenstockError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.announcements import Announcement, announce, withdraw
@@ -65,7 +65,8 @@ class Embedded:
         self._on_death = on_death
         self._closing = False
         self._down = threading.Event()
-        self._failure: PenstockError | None = None
+        self.failure: PenstockError | None = None
+        """Error of the daemons, if they have ended before `close`."""
         self._lock = threading.Lock()
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._out = LinePipe()
@@ -114,8 +115,8 @@ class Embedded:
     def wait_until_up(self, deadline: float, waiting: Callable[[], None]) -> None:
         """Wait until the coordinator accepts connections. Raises PenstockError, with the daemons' last output."""
         while True:
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 try:
                     probe.connect(self._socket)
@@ -145,11 +146,11 @@ class Embedded:
         if self._closing:
             return
         how = exit_words(self.process.result())
-        self._failure = PenstockError(
+        self.failure = PenstockError(
             f"the process of the embedded coordinator and worker {how}: see its output{self._last_words()}"
         )
         self._down.set()
-        self._on_death(self._failure)
+        self._on_death(self.failure)
 
     def _forward(self) -> bool:
         """Copy the lines that have arrived. Return False at the end of the output."""
@@ -192,3 +193,18 @@ class Embedded:
         self.process.close()
         self._out.close()
         self._folder.close()
+
+
+def ended_error(address: str) -> PenstockError | None:
+    """Return an error if nothing listens at the Unix socket of an embedded coordinator; None if one does, or may."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog is no end
+        try:
+            probe.connect(address.removeprefix("unix:"))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return CoordinatorUnavailableError(
+                "the embedded coordinator of local rank 0 has ended: see that rank's messages, and start the job again"
+            )
+        except OSError:
+            pass
+    return None

@@ -30,7 +30,7 @@ from penstock.client.api.appliance_settings import (
 )
 from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.client.api.scopes import EnteredScope
-from penstock.client.embedded import Embedded
+from penstock.client.embedded import Embedded, ended_error
 from penstock.client.states.code_reference import forbid_in_runner, search_path
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
@@ -262,6 +262,8 @@ class Appliance:
             force_tcp=settings.lane == "tcp",
             compression=settings.compression,
             embedded=self.embedded,
+            gone=self._gone,
+            began=self._launcher.began,
         )
         request = pb.OpenRunRequest(
             version=VERSION,
@@ -279,30 +281,33 @@ class Appliance:
         if opening.seed is not None:
             request.has_seed, request.seed = True, opening.seed
         run = OpenRun(link, request, self._forget, notice)
+        with self._lock:
+            self._runs.append(run)  # first, so that an end of the daemons reaches it
         try:
-            self._patiently(deadline, run, lambda: self._open(run, request, start))
+            self._open_patiently(deadline, run, start)
         except BaseException:
             run.close()
             raise
-        with self._lock:
-            self._runs.append(run)
         return run
 
-    def _open(self, run: OpenRun, request: pb.OpenRunRequest, start: BoxStart) -> None:
-        if start.blob:
-            with self._client() as client:
-                blob = client.put_blob(start.blob, f"{request.job}/{request.ordinal}")
-            request.resume.CopyFrom(start.resume(blob))
-        request.process_age_s = time.monotonic() - self._launcher.began
-        run.open()
+    def _gone(self) -> PenstockError | None:
+        """Return the error of embedded daemons that have ended. Local rank 0 gets it from their process; other ranks
+        find their socket without a listener, which an embedded coordinator never has again."""
+        if not self.embedded or self._access is None:
+            return None
+        if self._daemons is not None:
+            return self._daemons.failure
+        return ended_error(self._access.address)
 
-    def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
-        """Repeat `call` while the coordinator cannot be reached, which recognises a repeated call, or takes the box for
-        held: perhaps by a dead process of the last launch, or by one that is about to be ended."""
+    def _open_patiently(self, deadline: float, run: OpenRun, start: BoxStart) -> None:
+        """Open the run. Repeat it while the coordinator cannot be reached, which recognises a repeated call, or takes
+        the box for held: perhaps by a dead process of the last launch, or by one that is about to be ended."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
+            if self._daemons is not None and self._daemons.failure is not None:
+                raise self._daemons.failure
             try:
-                call()
+                run.open(start)
                 return
             except BoxTakenError as error:
                 if time.monotonic() > give_up:
@@ -396,7 +401,7 @@ def _on_death(appliance: Appliance) -> Callable[[PenstockError], None]:
     def end(error: PenstockError) -> None:
         appliance = reference()
         for run in list(appliance._runs) if appliance is not None else ():
-            run.fail(error)
+            run.fail(error, gone=True)
 
     return end
 

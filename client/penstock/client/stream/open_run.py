@@ -118,6 +118,10 @@ class RunLink:
     force_tcp: bool
     compression: str | None
     embedded: bool
+    gone: Callable[[], PenstockError | None]
+    """Returns an error once the coordinator has ended for good, as an embedded one does: it is never restarted."""
+    began: float
+    """By time.monotonic(), when the process began that is this rank to its launcher."""
 
 
 class OpenRun(StreamRun):
@@ -180,14 +184,16 @@ class OpenRun(StreamRun):
 
     # ---- opening
 
-    def open(self) -> None:
+    def open(self, start: BoxStart) -> None:
+        if start.blob:
+            self._request.resume.CopyFrom(start.resume(self._client.put_blob(start.blob, self.name)))
+        self._request.process_age_s = time.monotonic() - self.link.began
         reply = self._client.open_run(self._request)
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
         hold_s, self._lease_s = intervals(reply)
-        self._thread = threading.Thread(
-            target=self._watch, args=(hold_s,), name=f"penstock-watch-{self.name}", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._watch, args=(hold_s,), name=f"penstock-watch-{self.name}", daemon=True)
+        thread.start()
+        self._thread = thread
 
     # ---- the watch
 
@@ -257,6 +263,10 @@ class OpenRun(StreamRun):
             try:
                 reply = self._report(seen, hold_s)
             except AWAY as error:
+                if (gone := self.link.gone()) is not None:
+                    self.fail(gone, gone=True)
+                    self._linger()
+                    return
                 self.away_because = error.message
                 if self.away_since is None:
                     self.away_since = called_at
@@ -326,8 +336,10 @@ class OpenRun(StreamRun):
         except OSError:
             pass  # the eventfd's counter is full, so wake_fd is readable already; or the run was closed meanwhile
 
-    def fail(self, error: PenstockError) -> None:
-        super().fail(error)
+    def fail(self, error: PenstockError, *, gone: bool = False) -> None:
+        super().fail(error, gone=gone)
+        if gone:
+            self._client.fail(error)
         self._notify()
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
@@ -419,6 +431,8 @@ class OpenRun(StreamRun):
             try:
                 return call(away_s)
             except (CoordinatorUnavailableError, JournalError) as error:
+                if self.error is not None:
+                    raise self.error from None
                 since = since or called_at
                 if self._closing.is_set() or called_at - since > max(AWAY_S, deadline_s):
                     raise

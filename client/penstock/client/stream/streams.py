@@ -121,8 +121,9 @@ class StreamRun(ABC):
     def close(self, *, forget: bool = True) -> None:
         """Close the run, also again. `forget`: it will not be opened again, and an embedded coordinator can drop it."""
 
-    def fail(self, error: PenstockError) -> None:
-        """End the run with an error, which the training loop will get. May be called from any thread."""
+    def fail(self, error: PenstockError, *, gone: bool = False) -> None:
+        """End the run with an error, which the training loop will get. May be called from any thread. `gone`: the
+        coordinator has ended for good, and calls under way end too."""
         self.error = error
 
     def report(self) -> None:  # noqa: B027

@@ -96,6 +96,8 @@ class Call:
 
     def __init__(self, client: AuthenticatedCall) -> None:
         self._client = client
+        self.given_up = False
+        """True if the caller waits no longer: nothing that arrives may be used."""
         self._tries = TRIES
         self._show()
 

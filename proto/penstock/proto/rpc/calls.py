@@ -4,11 +4,17 @@ Both add the metadata and a deadline, translate errors and divide large values i
 checked. They repeat a call only to prove their token: only the caller knows whether to wait for a coordinator that
 restarts. Every call is idempotent, so it may be repeated after CoordinatorUnavailableError or DeadlineError.
 `deadline_s` is the seconds that a call may take, plus a long poll's `hold_s`; state queries and changes of a mixture
-have their own."""
+have their own.
+
+The blocking client makes each call in a thread of its own: gRPC does not end a call at its deadline, nor close a
+channel, if the kernel refuses it threads or memory (`ulimit -u`, `ulimit -v`)."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
+    DeadlineError,
     ForkedProcessError,
     InvalidArgumentError,
     PenstockError,
@@ -37,7 +44,7 @@ from penstock.proto.rpc.bounds.reply_parts import (
     blob_name,
 )
 from penstock.proto.rpc.channel import CHUNK, REQUEST_MAX, Tls, connect, connect_aio
-from penstock.proto.rpc.wire_errors import answer_of
+from penstock.proto.rpc.wire_errors import answer_of, closed_here
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -47,6 +54,10 @@ DEADLINE_S = 10.0
 """Seconds that a call may take, in addition to the hold of a long poll."""
 TRANSFER_DEADLINE_S = 120.0
 """Seconds that a call with a state or a snapshot may take: 1 GiB at 10 MB/s."""
+LATE_S = 5.0
+"""Seconds after a call's deadline, at which gRPC ends it, until the blocking client waits no longer for gRPC."""
+CLOSE_S = 2.0
+"""Longest wait of the blocking client for a channel to be closed, in seconds."""
 ARGUMENTS_INLINE = 4 * 1024
 """Bytes above which a loader's arguments are sent as a blob. Otherwise every slot's assignment would repeat them."""
 
@@ -119,14 +130,58 @@ _unusable: ForkedProcessError | None = None
 """Error that all calls raise in the forked child of a process that had an open client."""
 
 
+class _Waits:
+    """Waits of callers for their calls, which other threads make."""
+
+    def __init__(self) -> None:
+        self._outcomes: set[queue.SimpleQueue[tuple[Any, BaseException | None]]] = set()
+        self._failure: PenstockError | None = None
+
+    def wait_for(self, work: Callable[[], Any], timeout_s: float) -> Any:
+        """Return what `work` returns in another thread. Raises its error, that of `fail`, TimeoutError; PenstockError
+        if there can be no other thread."""
+        outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcome.put((work(), None))
+            except BaseException as error:
+                outcome.put((None, error))
+
+        self._outcomes.add(outcome)
+        try:
+            if self._failure is not None:
+                raise self._failure
+            threading.Thread(target=run, name="penstock-call", daemon=True).start()
+            answer, error = outcome.get(timeout=timeout_s)
+        except RuntimeError as error:
+            raise PenstockError(
+                f"the coordinator cannot be called: {error}. Raise `ulimit -u` or `ulimit -v`"
+            ) from error
+        except queue.Empty:
+            raise TimeoutError from None
+        finally:
+            self._outcomes.discard(outcome)
+        if error is not None:
+            raise error
+        return answer
+
+    def fail(self, error: PenstockError) -> None:
+        """End all waits with an error, also later ones. From any thread."""
+        self._failure = error
+        for outcome in list(self._outcomes):
+            outcome.put((None, error))
+
+
 class CoordinatorClient(AuthenticatedCall):
-    """Client with blocking calls; several threads may use it. `close`, from any thread, ends calls under way with
-    LaneClosedError. Raises ForkedProcessError in a forked child."""
+    """Client with blocking calls; several threads may use it. `close` and `fail`, from any thread, end calls under way.
+    Raises ForkedProcessError in a forked child."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         if _unusable is not None:
             raise _unusable
         super().__init__(address, token, tls, deadline_s)
+        self._waits = _Waits()
         self._owner = forks.OwnerProcess()
         forks.keep(self)
         self._open()
@@ -157,8 +212,9 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
-        with self._guarded(method, deadline_s):
-            call = Call(self)
+        call = Call(self)
+
+        def made() -> Any:
             while True:
                 try:
                     reply, trailing = once(call)
@@ -168,6 +224,17 @@ class CoordinatorClient(AuthenticatedCall):
                 else:
                     call.require_proof(trailing)
                     return reply
+
+        with self._guarded(method, deadline_s):
+            try:
+                return self._waits.wait_for(made, deadline_s + LATE_S)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"the coordinator at {self.address} did not answer {method} within {deadline_s:g} s. Check its "
+                    "load, the network, and how many threads and how much memory this process may have (ulimit -u -v)"
+                ) from None
+            finally:
+                call.given_up = True
 
     def _ask(self, method: str, deadline_s: float, request: _Request, _: type[_Reply]) -> _Reply:
         """`request`: a message, or a function that returns an iterator of its parts, called before each try."""
@@ -188,6 +255,8 @@ class CoordinatorClient(AuthenticatedCall):
                 for number, part in enumerate(parts):
                     if not number:
                         call.require_proof(parts.initial_metadata())
+                    if call.given_up:
+                        raise closed_here(self.address, f"during {method}")
                     take(_parsed_part(method, part))
             except PenstockError:
                 parts.cancel()
@@ -196,9 +265,18 @@ class CoordinatorClient(AuthenticatedCall):
 
         self._made(method, deadline_s, once)
 
+    def fail(self, error: PenstockError) -> None:
+        """End calls under way, and later ones, with an error."""
+        self._waits.fail(error)
+
     def close(self) -> None:
         self._closed = True
-        self._channel.close()
+        closing = threading.Thread(target=self._channel.close, name="penstock-close", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread: gRPC lacks them too, so the channel stays open
+            closing.start()
+            closing.join(CLOSE_S)
+        if closing.is_alive() or closing.ident is None:
+            self.fail(closed_here(self.address, "during a call"))
 
     def __enter__(self) -> CoordinatorClient:
         return self
@@ -209,9 +287,13 @@ class CoordinatorClient(AuthenticatedCall):
     def reach(self, timeout_s: float) -> bool:
         """Wait until the channel is connected; False after `timeout_s` seconds. Use it instead of sleeping after a
         CoordinatorUnavailableError: a blocking channel reconnects only while a call waits for it."""
+
+        def check() -> object:
+            return self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
+
         try:
-            self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
-        except grpc.RpcError:
+            self._waits.wait_for(check, timeout_s + LATE_S)
+        except (grpc.RpcError, TimeoutError, PenstockError):
             return False
         except ValueError:  # the channel is closed
             return False

@@ -93,7 +93,7 @@ def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: f
             return found
     where = f"the coordinator at {address}"
     if code is grpc.StatusCode.CANCELLED and closed:
-        return _closed_here(address, f"during {method}")
+        return closed_here(address, f"during {method}")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return CoordinatorUnavailableError(f"{where} cannot be reached ({method}): {details}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -107,7 +107,7 @@ def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: f
     return PenstockError(f"{method} at {where} failed with {code.name}: {details}. Read the log of the coordinator")
 
 
-def _closed_here(address: str, when: str) -> LaneClosedError:
+def closed_here(address: str, when: str) -> LaneClosedError:
     return LaneClosedError(f"the connection to the coordinator at {address} was closed on this side {when}")
 
 
@@ -129,13 +129,13 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
     except (grpc.aio.UsageError, ValueError) as error:
         if isinstance(error, PenstockError) or not closed():
             raise
-        raise _closed_here(address, f"before {method}") from error
+        raise closed_here(address, f"before {method}") from error
     except asyncio.CancelledError as error:
         # A closed aio channel cancels its pending calls, which looks like a cancellation of this task.
         task = asyncio.current_task()
         if not closed() or task is None or task.cancelling():
             raise
-        raise _closed_here(address, f"during {method}") from error
+        raise closed_here(address, f"during {method}") from error
 
 
 async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:

@@ -92,10 +92,10 @@ def _after_fork() -> None:
 
 def _after_fork_in_child() -> None:
     if _fork.mask is not None and not _fork.is_ours:
-        usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-        for number, handler in usual.items():
-            if signal.getsignal(number) is _no_effect:
-                signal.signal(number, handler)
+        if signal.getsignal(signal.SIGTERM) is _no_effect:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is _no_effect:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     _after_fork()
 
 

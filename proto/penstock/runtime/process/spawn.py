@@ -53,6 +53,11 @@ class Spawned(Process):
             super().__init__(popen.pid, -1)
         self._popen = popen
 
+    def __del__(self) -> None:
+        super().__del__()
+        if self._link is not None:
+            self._link.close()
+
     @property
     def status(self) -> int | None:
         """Exit status, or minus the number of the signal that killed the child; None while it runs."""
@@ -126,7 +131,7 @@ def spawn(
         try:
             popen = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL if theirs is None else theirs,
+                stdin=subprocess.DEVNULL if theirs is None else theirs.fileno(),
                 stdout=stdout,  # type: ignore[arg-type]  # Popen asks for no more than fileno()
                 stderr=stderr,  # type: ignore[arg-type]
                 pass_fds=passed,

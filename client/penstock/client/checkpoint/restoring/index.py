@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 
 from penstock.proto.errors import CheckpointCorruptError
 from penstock.proto.state.checkpoint_index import FORMAT, in_fours
+from penstock.runtime.process.lifetime import signals_blocked
 from penstock.runtime.process.spawn import environment
 
 READER = Path(__file__).with_name("metadata_reader.py")
@@ -47,9 +49,10 @@ class SavedValue(NamedTuple):
 def converted(metadata: bytes, where: str) -> bytes:
     command = [sys.executable, "-I", "-S", str(READER)]
     try:
-        done = subprocess.run(
-            command, input=metadata, capture_output=True, timeout=READER_S, env=environment("PENSTOCK_TOKEN*")
-        )
+        with signals_blocked(signal.SIGTERM):  # of the whole job, which may still save
+            done = subprocess.run(
+                command, input=metadata, capture_output=True, timeout=READER_S, env=environment("PENSTOCK_TOKEN*")
+            )
     except subprocess.TimeoutExpired:
         raise CheckpointCorruptError(f"{where} cannot be read: it takes longer than {READER_S:g} s") from None
     if done.returncode:
