@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.proto.errors import PenstockError
+from penstock.proto.state.checkpoint_files import checkpoints
 from penstock.worker import current_assignment
 
 SAVE_EVERY = 7
@@ -96,7 +97,7 @@ def lives(folder: Path, log: Log) -> None:
 
 
 def instants(folder: Path, log: Log, count: int) -> None:
-    """Save at each signal, and go on; after `count` of them see what each saved loader continues with."""
+    """Save at each signal, and go on; after `count` of them see what saved loaders continue with."""
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     seen: dict[int, list[int]] = {}
@@ -119,10 +120,13 @@ def instants(folder: Path, log: Log, count: int) -> None:
                 break
         checkpointer.wait()
         assert all(row == [step - 1] for step, row in seen.items()), "the rows are those of a run without signals"
-        for step in saved:
+        for step in saved[::9]:  # of each, an opening would take longer than the signals
             again = DataLoader(rows, ENDLESS)
             assert checkpointer.restore({"model": model, "loader": again}, step=step) == step
             assert next(iter(DataExecutor(again, appliance=appliance))).tolist() == seen[step + 1]
+        assert [one.step for one in checkpoints(folder / "saved") if one.step % SAVE_EVERY] == [
+            step for step in reversed(saved) if step % SAVE_EVERY
+        ]
         log.tell(checked=len(saved))
 
 
@@ -150,7 +154,8 @@ def main() -> int:
     torch.set_num_threads(1)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
-    {"lives": lives, "instants": instants, "bereaved": bereaved}[what](Path(folder), Log(Path(folder)), *map(int, more))
+    programs: dict[str, Callable[..., None]] = {"lives": lives, "instants": instants, "bereaved": bereaved}
+    programs[what](Path(folder), Log(Path(folder)), *map(int, more))
     return 0
 
 

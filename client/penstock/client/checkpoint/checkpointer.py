@@ -91,7 +91,8 @@ class AsyncCheckpointer:
         timeout_s: seconds after which a save that is not on the disk has failed. A rank waits a minute longer for
             others.
         on_signal: signal or signals (such as `signal.SIGTERM`) that make `signalled` return True and do not end the
-            process. The script's earlier handler still runs. A second signal acts as it does without `on_signal`.
+            process. The script's earlier handler still runs. Only a second Ctrl-C acts as it does without
+            `on_signal`.
         on_exit: what the writer process does with an unwritten save when the training process ends or is killed:
             "finish" or "abandon" it.
         check_replicas: compare values that several ranks have under one name, because only one copy is saved. An object

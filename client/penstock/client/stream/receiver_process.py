@@ -68,7 +68,7 @@ class Receiver:
                 # The receiver gets no token, because it only connects to workers, with tickets.
                 env=MALLOC | environment("PENSTOCK_TOKEN*"),
                 session=False,
-                tied=True,
+                outlives=True,
             )
             try:
                 first_line = ready.line(START_S)

@@ -194,7 +194,7 @@ class WorkerSettings(PeerSettings, _Logging):
         10.0,
         ge=0,
         le=3600,
-        description="Longest time after SIGTERM to migrate slots.",
+        description="Longest time after SIGTERM to migrate slots, and to answer for jobs that save.",
     )
     runner_user: Annotated[str, Unit("USER")] = Field(
         "",

@@ -133,7 +133,7 @@ class FleetKeeper:
 
         with LinePipe() as out:
             command = module("penstock.deploy", *self._command(self.line), "--parent-pid", str(os.getpid()))
-            self._child = child = spawn(command, stdout=out.theirs, stderr=open_log(self._path), tied=True)
+            self._child = child = spawn(command, stdout=out.theirs, stderr=open_log(self._path), linked=True)
             loop.add_reader(out.fileno(), read_output)
             child.on_end(ended.set)
             self.pid = child.pid

@@ -53,7 +53,7 @@ class DaemonActor:
             module("penstock.deploy", *command, "--parent-pid", str(os.getpid())),
             stdout=self._output.theirs,
             stderr=open_log(self._log),
-            tied=True,
+            linked=True,
         )
         self._stopping = False
         self._about = {"host": address, "node": ray.get_runtime_context().get_node_id(), "actor_pid": os.getpid()}

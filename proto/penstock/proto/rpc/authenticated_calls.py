@@ -5,7 +5,7 @@ initial metadata, or a server without the token could fill the caller's memory u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +96,8 @@ class Call:
 
     def __init__(self, client: AuthenticatedCall) -> None:
         self._client = client
+        self.begun: Callable[[], None] = lambda: None
+        """Called when the first part of a streamed answer has arrived."""
         self.given_up = False
         """True if the caller waits no longer: nothing that arrives may be used."""
         self._tries = TRIES

@@ -134,17 +134,20 @@ class _Waits:
     """Waits of callers for their calls, which other threads make."""
 
     def __init__(self) -> None:
-        self._outcomes: set[queue.SimpleQueue[tuple[Any, BaseException | None]]] = set()
+        self._outcomes: set[queue.SimpleQueue[tuple[Any, BaseException | None] | None]] = set()
         self._failure: PenstockError | None = None
 
-    def wait_for(self, work: Callable[[], Any], timeout_s: float) -> Any:
-        """Return what `work` returns in another thread. Raises its error, that of `fail`, TimeoutError; PenstockError
-        if there can be no other thread."""
-        outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    def wait_for(
+        self, work: Callable[[Callable[[], None]], Any], timeout_s: float, begins_s: float | None = None
+    ) -> Any:
+        """Return what `work` returns in another thread; it gets a function to call when the answer begins to arrive,
+        within `begins_s`. Raises its error, that of `fail`, queue.Empty after `timeout_s`; PenstockError if there can
+        be no other thread."""
+        outcome: queue.SimpleQueue[tuple[Any, BaseException | None] | None] = queue.SimpleQueue()
 
         def run() -> None:
             try:
-                outcome.put((work(), None))
+                outcome.put((work(lambda: outcome.put(None)), None))
             except BaseException as error:
                 outcome.put((None, error))
 
@@ -152,18 +155,18 @@ class _Waits:
         try:
             if self._failure is not None:
                 raise self._failure
-            threading.Thread(target=run, name="penstock-call", daemon=True).start()
-            answer, error = outcome.get(timeout=timeout_s)
-        except RuntimeError as error:
-            raise PenstockError(
-                f"the coordinator cannot be called: {error}. Raise `ulimit -u` or `ulimit -v`"
-            ) from error
-        except queue.Empty:
-            raise TimeoutError from None
+            try:
+                threading.Thread(target=run, name="penstock-call", daemon=True).start()
+            except RuntimeError as error:
+                raise PenstockError(f"the coordinator cannot be called: {error}. Raise `ulimit -u` and `-v`") from error
+            ended = outcome.get(timeout=timeout_s if begins_s is None else min(begins_s, timeout_s))
+            while ended is None:
+                ended = outcome.get(timeout=timeout_s)
         finally:
             self._outcomes.discard(outcome)
-        if error is not None:
-            raise error
+        answer, failure = ended
+        if failure is not None:
+            raise failure
         return answer
 
     def fail(self, error: PenstockError) -> None:
@@ -211,10 +214,13 @@ class CoordinatorClient(AuthenticatedCall):
                 raise trouble from error
             raise
 
-    def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
+    def _made(
+        self, method: str, deadline_s: float, once: Callable[[Call], Answer], begins_s: float | None = None
+    ) -> Any:
         call = Call(self)
 
-        def made() -> Any:
+        def made(begun: Callable[[], None]) -> Any:
+            call.begun = begun
             while True:
                 try:
                     reply, trailing = once(call)
@@ -227,11 +233,12 @@ class CoordinatorClient(AuthenticatedCall):
 
         with self._guarded(method, deadline_s):
             try:
-                return self._waits.wait_for(made, deadline_s + LATE_S)
-            except TimeoutError:
+                return self._waits.wait_for(made, deadline_s + LATE_S, None if begins_s is None else begins_s + LATE_S)
+            except queue.Empty:
+                waited_s = deadline_s if begins_s is None else begins_s
                 raise DeadlineError(
-                    f"the coordinator at {self.address} did not answer {method} within {deadline_s:g} s. Check its "
-                    "load, the network, and how many threads and how much memory this process may have (ulimit -u -v)"
+                    f"the coordinator at {self.address} did not answer {method} within {waited_s:g} s. Check its load, "
+                    "the network, and how many threads and how much memory this process may have (ulimit -u -v)"
                 ) from None
             finally:
                 call.given_up = True
@@ -246,8 +253,16 @@ class CoordinatorClient(AuthenticatedCall):
 
         return cast(_Reply, parsed_reply(method, self._made(method, deadline_s, once)))
 
-    def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Pass the parts of a streamed reply to `take`, once the server has proven that it knows the token."""
+    def _read(
+        self,
+        method: str,
+        deadline_s: float,
+        request: Any,
+        take: Callable[[Any], None],
+        begins_s: float | None = None,
+    ) -> None:
+        """Pass the parts of a streamed reply to `take`, once the server has proven that it knows the token. `begins_s`:
+        seconds until the first part."""
 
         def once(call: Call) -> Answer:
             parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
@@ -255,6 +270,7 @@ class CoordinatorClient(AuthenticatedCall):
                 for number, part in enumerate(parts):
                     if not number:
                         call.require_proof(parts.initial_metadata())
+                        call.begun()
                     if call.given_up:
                         raise closed_here(self.address, f"during {method}")
                     take(_parsed_part(method, part))
@@ -263,7 +279,7 @@ class CoordinatorClient(AuthenticatedCall):
                 raise
             return None, parts.trailing_metadata()
 
-        self._made(method, deadline_s, once)
+        self._made(method, deadline_s, once, begins_s)
 
     def fail(self, error: PenstockError) -> None:
         """End calls under way, and later ones, with an error."""
@@ -288,12 +304,12 @@ class CoordinatorClient(AuthenticatedCall):
         """Wait until the channel is connected; False after `timeout_s` seconds. Use it instead of sleeping after a
         CoordinatorUnavailableError: a blocking channel reconnects only while a call waits for it."""
 
-        def check() -> object:
+        def check(_: object) -> object:
             return self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
 
         try:
             self._waits.wait_for(check, timeout_s + LATE_S)
-        except (grpc.RpcError, TimeoutError, PenstockError):
+        except (grpc.RpcError, queue.Empty, PenstockError):
             return False
         except ValueError:  # the channel is closed
             return False
@@ -320,7 +336,8 @@ class CoordinatorClient(AuthenticatedCall):
     def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
         request.packs = True
         state = StateParts()
-        self._read("FetchState", request.deadline_s + TRANSFER_DEADLINE_S, request, state.add)
+        deadline_s = request.deadline_s
+        self._read("FetchState", deadline_s + TRANSFER_DEADLINE_S, request, state.add, begins_s=deadline_s)
         return FetchedState(state.records(), state.positions)
 
     def put_blob(self, data: bytes, run_hint: str = "") -> str:

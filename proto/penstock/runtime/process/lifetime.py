@@ -3,8 +3,8 @@
 It ends with its parent, or once its parent asks for it. SIGTERM and SIGINT have no effect on it: a scheduler, a
 launcher and the end of a pod send them to all processes of a job at once, and the training process, which may still
 save, needs the others for that. A handler does this, because SIG_IGN would be inherited by the programs that user code
-starts. Between the start of a program and its handler both signals are blocked (`spawn` with `tied`). In children that
-user code forks they have their usual effect, by which multiprocessing ends such children.
+starts. Between the start of a program and its handler both signals are blocked (`spawn` with `outlives`). In children
+that user code forks they have their usual effect, by which multiprocessing ends such children.
 
     Parent              the parent of a program that `spawn` has started
     die_with_parent     for forked children, whose parents have no threads: the kernel sends the signal when the
@@ -112,8 +112,8 @@ class Parent(Process):
     def __init__(self, pid: int) -> None:
         outlive_signals()
         self.can_ask = stat.S_ISSOCK(os.fstat(_STDIN).st_mode)
-        """True if it is a process of Penstock (`spawn` with `tied`), which asks through standard input for the end. A
-        script cannot, and sends SIGTERM."""
+        """True if it asks through standard input for the end (`spawn` with `linked`). Otherwise, as from a script,
+        SIGTERM does."""
         super().__init__(pid)
         if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
             self.close()

@@ -43,7 +43,7 @@ class _End(Protocol):
 
 
 class Spawned(Process):
-    """`link`: socket whose other end is the child's standard input, if it lives below this process (`tied`)."""
+    """`link`: socket whose other end is the child's standard input, by which it is asked to end."""
 
     def __init__(self, popen: subprocess.Popen[bytes], link: socket.socket | None = None) -> None:
         self._link = link
@@ -110,23 +110,26 @@ def spawn(
     fds: Sequence[int | _End] = (),
     env: Mapping[str, str] | None = None,
     session: bool = True,
-    tied: bool = False,
+    outlives: bool = False,
+    linked: bool = False,
 ) -> Spawned:
     """Start a child process. Raises OSError if it cannot be started.
 
     `stdout`, `stderr`: a descriptor, NULL, an end of a pipe, or this process's; `fds`: descriptors that the child has
-    under the same numbers; `session` False: a process group in this session; `tied`: the child is a program that calls
-    `outlive_signals`, and ends when it is asked by its standard input. Sockets and ends of pipes are closed in this
-    process, also after an error; descriptors given as numbers stay open."""
+    under the same numbers; `session` False: a process group in this session; `outlives`: the child is a
+    program that calls `outlive_signals`; `linked`: the same, and it ends when its `Parent` asks it by standard input.
+    Sockets and ends of pipes are closed in this process, also after an error; descriptors given as numbers stay
+    open."""
     passed = [fd if isinstance(fd, int) else fd.fileno() for fd in fds]
     link = theirs = None
     with contextlib.ExitStack() as closing:
         for given in (stdout, stderr, *fds):
             if given is not None and not isinstance(given, int):
                 closing.callback(given.close)
-        if tied:
+        if linked:
             link, theirs = socket.socketpair()
             closing.enter_context(theirs)
+        if linked or outlives:
             closing.enter_context(signals_blocked())
         try:
             popen = subprocess.Popen(

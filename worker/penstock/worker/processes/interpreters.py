@@ -47,7 +47,7 @@ def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkS
     what = (str(theirs.fileno()), str(os.getpid()), *(name for name, holds in given.items() if holds))
     command = interpreter("penstock.worker.runner.fork_server", *what)
     try:
-        process = spawn(command, fds=[theirs], env=child_environment(), session=False, tied=True)
+        process = spawn(command, fds=[theirs], env=child_environment(), session=False, outlives=True)
     except BaseException:
         ours.close()
         raise

@@ -155,7 +155,7 @@ class _Running:
             what = str(theirs.fileno()), str(os.getpid())
             # The writer gets no token, because it does not need one.
             env = environment("PENSTOCK_TOKEN*")
-            self.process = spawn([*by_path(WRITER, xxhash), *what], fds=[theirs], stdout=NULL, env=env, tied=True)
+            self.process = spawn([*by_path(WRITER, xxhash), *what], fds=[theirs], stdout=NULL, env=env, outlives=True)
         except BaseException as error:
             self._sock.close()
             if not isinstance(error, OSError):  # interrupted

@@ -28,7 +28,8 @@ def _worker(
     """Run a worker daemon. It runs your input_fn in child processes and streams their batches.
 
     Prints its name as one line once the coordinator has registered it, for which it waits. On SIGTERM or Ctrl-C the
-    daemon migrates its slots and ends. A second signal ends it immediately.
+    daemon migrates its slots, serves those that no other worker has room for until --drain is over, and ends. A
+    second Ctrl-C ends it immediately.
 
     \b
     Examples:
