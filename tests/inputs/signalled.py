@@ -49,6 +49,25 @@ def rows(count: int) -> Rows:
     return Rows(count)
 
 
+class Slept(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, rows: range) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.004)
+        return torch.tensor([self.rows[index]])
+
+
+def in_processes(count: int) -> Any:
+    """A loader with a process of its own, which signals end, and which is slower than the loop."""
+    a = current_assignment()
+    shard = Slept(range(a.global_worker_id, count, a.total_num_workers))
+    return torch.utils.data.DataLoader(shard, batch_size=None, num_workers=1)
+
+
 class Slow(Rows):
     """A helper process needs an hour for its states."""
 
@@ -96,17 +115,19 @@ def lives(folder: Path, log: Log) -> None:
                 return
 
 
-def instants(folder: Path, log: Log, count: int) -> None:
-    """Save at each signal, and go on; after `count` of them see what saved loaders continue with."""
+def instants(folder: Path, log: Log, count: int, lent: int = 0) -> None:
+    """Save at each signal, and go on; after `count` of them see what saved loaders continue with. `lent`: user code has
+    processes of its own."""
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     seen: dict[int, list[int]] = {}
     saved: list[int] = []
     with (
-        Appliance(num_workers_per_box=2, seed=1) as appliance,
+        Appliance(num_workers_per_box=2, seed=1, replay=bool(lent)) as appliance,
         AsyncCheckpointer(folder / "saved", fsync=False) as checkpointer,
     ):
-        loader = DataLoader(rows, ENDLESS)
+        input_fn = in_processes if lent else rows
+        loader = DataLoader(input_fn, ENDLESS)
         model = torch.nn.Linear(200, 200)
         for step, batch in enumerate(DataExecutor(loader, appliance=appliance), 1):
             seen[step] = batch.tolist()
@@ -121,7 +142,7 @@ def instants(folder: Path, log: Log, count: int) -> None:
         checkpointer.wait()
         assert all(row == [step - 1] for step, row in seen.items()), "the rows are those of a run without signals"
         for step in saved[::9]:  # of each, an opening would take longer than the signals
-            again = DataLoader(rows, ENDLESS)
+            again = DataLoader(input_fn, ENDLESS)
             assert checkpointer.restore({"model": model, "loader": again}, step=step) == step
             assert next(iter(DataExecutor(again, appliance=appliance))).tolist() == seen[step + 1]
         assert [one.step for one in checkpoints(folder / "saved") if one.step % SAVE_EVERY] == [

@@ -37,6 +37,14 @@ def told(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+def names(job: Forked) -> list[str]:
+    found = []
+    for pid in descendants(job.pid):
+        with suppress(OSError):
+            found.append(Path(f"/proc/{pid}/comm").read_text())
+    return found
+
+
 def signal_all(job: Forked, chance: random.Random) -> None:
     """Send SIGTERM to every process of a job, in any order."""
     everyone = [job.pid, *descendants(job.pid)]
@@ -57,6 +65,22 @@ def test_the_step_of_any_signal_to_all_processes_restores(tmp_path: Path) -> Non
         until(lambda number=number: len(told(tmp_path)) > number, 60, lambda: str(job.poll()))  # type: ignore[misc]
     assert job.wait(PATIENCE * 120) == 0
     assert told(tmp_path)[-1]["checked"] == INSTANTS
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
+def test_a_loader_whose_own_processes_the_signal_ends_is_made_again(tmp_path: Path) -> None:
+    """The loop, which is faster than its input, gets the batches that are missing then."""
+    chance = random.Random(SEED)
+    job = launch(1, "instants", tmp_path, "3", "1")
+    until(lambda: any("pt_data_worker" in name for name in names(job)), 60)
+    time.sleep(0.5)
+    for number in range(3):
+        signal_all(job, chance)
+        until(lambda number=number: len(told(tmp_path)) > number, 60, lambda: str(job.poll()))  # type: ignore[misc]
+        until(lambda: any("pt_data_worker" in name for name in names(job)) or job.poll() is not None, 60)
+        time.sleep(chance.random())
+    assert job.wait(PATIENCE * 120) == 0
+    assert told(tmp_path)[-1]["checked"] == 3
 
 
 @pytest.mark.parametrize(("ranks", "lives"), [(1, 4), (2, 2)])

@@ -13,6 +13,7 @@ that user code forks they have their usual effect, by which multiprocessing ends
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import stat
@@ -34,8 +35,25 @@ _STDIN = 0
 # ---- signals
 
 
+_signalled_at = -math.inf
+"""Monotonic time of the last signal that was outlived."""
+
+
 def _no_effect(number: int, frame: Any) -> None:
     """Handle a signal that is meant for the whole job: the parent decides when this process ends."""
+    global _signalled_at
+    _signalled_at = time.monotonic()
+
+
+def job_signalled(within_s: float, wait_s: float) -> bool:
+    """Return whether the whole job got a signal in the last `within_s` seconds, or gets one within `wait_s`: it comes
+    to one process after the other."""
+    until = time.monotonic() + wait_s
+    while time.monotonic() - _signalled_at > within_s:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def outlive_signals() -> None:
