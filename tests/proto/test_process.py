@@ -159,7 +159,7 @@ def test_signals_to_the_whole_job_do_not_end_a_linked_child() -> None:
             assert all(map(child.send, ending))
         fork = os.fork()
         if not fork:
-            time.sleep(SOON_S)
+            time.sleep(2 * SOON_S)
             os._exit(0)
         assert not child.wait(0.3)
         child.ask_to_end()

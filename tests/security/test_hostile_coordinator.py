@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.proto.errors import PenstockError, ProtocolError
+from penstock.proto.errors import DeadlineError, PenstockError, ProtocolError
+from penstock.proto.rpc import calls
 from penstock.proto.rpc.bounds import message_bounds, reply_parts
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import server_aio
@@ -125,3 +126,41 @@ def test_replies_have_so_many_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(101):
         reply.assignments.add()
     refused(reply, ProtocolError, "at most 100 fields", "Heartbeat")
+
+
+class Silent(CoordinatorServicer):
+    """Answers no request for a state, although it is connected."""
+
+    async def FetchState(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(600)
+        yield pb.StatePart()
+
+    async def OpenRun(self, request: Any, context: Any) -> Any:
+        await asyncio.sleep(600)
+
+
+def test_a_wait_for_a_silent_coordinator_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that a transfer may take is not time to wait for its begin; and what ends the run ends its calls."""
+    monkeypatch.setattr(calls, "LATE_S", 0.5)
+    dead = PenstockError("the embedded coordinator has ended")
+
+    async def run() -> None:
+        served = await server_aio(
+            "127.0.0.1:0",
+            SECRET,
+            lambda server: add_CoordinatorServicer_to_server(Silent(), server),  # type: ignore[abstract]
+        )
+        client = CoordinatorClient(served.address, SECRET)
+        with pytest.raises(DeadlineError, match="did not answer FetchState within 1 s"):
+            await asyncio.to_thread(client.fetch_state, pb.FetchStateRequest(run="job/0", deadline_s=1))
+        opening = asyncio.ensure_future(asyncio.to_thread(client.open_run, pb.OpenRunRequest(job="job")))
+        await asyncio.sleep(0.3)
+        client.fail(dead)
+        with pytest.raises(PenstockError, match="has ended"):
+            await opening
+        with pytest.raises(PenstockError, match="has ended"):
+            await asyncio.to_thread(client.status)
+        client.close()
+        await served.stop(0)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
