@@ -80,6 +80,8 @@ class Slow(Rows):
 
 
 def slow_states(count: int) -> Slow:
+    if "PENSTOCK_RUNNER" not in os.environ:  # otherwise the training process aggregates states, and waits for nobody
+        raise RuntimeError("only workers have the data")
     return Slow(count)
 
 
