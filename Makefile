@@ -128,8 +128,10 @@ test: $(STAMP) ## the checks of the code, and the tests without the slow suites;
 	$(MAKE) --no-print-directory -j 2 compile proto-check lint format-check
 	$(MAKE) --no-print-directory -j 2 types pytest  # the tests wait now and then, and leave room for mypy
 
-slow: $(STAMP) ## the pages of docs/, and the slow suites
+slow: $(STAMP) ## the pages of docs/, the slow suites, and `make slurm` where Slurm is installed
 	$(MAKE) --no-print-directory -j 2 docs pytest-slow
+	@if which slurmctld slurmd munged > /dev/null; then $(MAKE) --no-print-directory slurm; \
+		else echo "make slurm is skipped: slurmctld, slurmd or munged is not installed"; fi
 
 dist: $(STAMP) ## the sdist and the wheel in dist/, checked as the package index checks them; installs twine
 	rm -rf dist

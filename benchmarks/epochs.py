@@ -77,7 +77,7 @@ def vouched(*given: Any) -> Any:
 
 def _of_slots() -> list[int]:
     """Return the processes that run this program's slots, whatever their kind."""
-    titles = ("penstock runner", "penstock epoch")
+    titles = ("penstock-runner", "penstock-epoch")
     return [process.pid for process in tree(os.getpid()).values() if process.command.startswith(titles)]
 
 

@@ -27,9 +27,9 @@ TIMEOUT_S = 60
 
 ROLES = (
     Role("penstock.worker.runner.fork_server", "fork server", forked="runner"),
-    Role("penstock runner ", "runner"),
-    Role("penstock replayer ", "runner"),
-    Role("penstock helper ", "runner"),
+    Role("penstock-runner ", "runner"),
+    Role("penstock-replayer ", "runner"),
+    Role("penstock-helper ", "runner"),
     Role("embedded_daemons.py", "daemons"),
     Role("penstock.worker", "daemon"),
     Role("penstock.appliance", "coordinator"),

@@ -61,6 +61,8 @@ class Scripted(rpc.CoordinatorServicer):
 
     def __init__(self) -> None:
         self.held = threading.Event()
+        self.ending = asyncio.Event()
+        self.turns_to_end = 0
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunReply:
         if request.job == "bug":
@@ -71,7 +73,12 @@ class Scripted(rpc.CoordinatorServicer):
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> pb.WatchRunReply:
         self.held.set()
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ending.set()
+            for _ in range(self.turns_to_end):
+                await asyncio.sleep(0)
         raise AssertionError
 
     async def GetBlob(self, request: pb.GetBlobRequest, context: Context) -> AsyncIterator[pb.BlobPart]:
@@ -257,6 +264,25 @@ async def test_own_close_differs_from_lost_peer(
         await pending
     with pytest.raises(LaneClosedError, match="was closed on this side before Status"):
         await asyncio.to_thread(blocking.status)
+
+
+def test_end_with_lost_peers_prints_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """As when a machine is shut down: the event loop ends while handlers of calls whose peers are gone do."""
+
+    async def run(turns: int) -> None:
+        async with serving() as (served, servicer):
+            client = AsyncCoordinatorClient(served.address, TOKEN)
+            servicer.turns_to_end = turns
+            call = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=30)))
+            await asyncio.to_thread(servicer.held.wait, 20)
+            await client.close()
+            with pytest.raises(LaneClosedError):
+                await call
+            await servicer.ending.wait()
+
+    for turns in range(40):
+        asyncio.run(run(turns))
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @in_loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,3 +87,15 @@ def test_training_job_that_reads_gets_the_reason(coordinator: Any, worker: str) 
     assert json.loads(done.stdout) == [{"run": "hung/0", "attempt": 1, "was_open": False}]
     with box(coordinator, "hung") as appliance:
         assert len(list(DataExecutor(DataLoader(streams.counter, 3), num_steps=3, appliance=appliance))) == 3
+
+
+def test_a_drain_ordered_while_the_coordinator_restarts(coordinator: Any, worker: str) -> None:
+    first, address = coordinator.started[0], coordinator.environment["PENSTOCK_COORDINATOR"]
+    assert first.stop() == 0
+    ordered = coordinator.begin("worker", "drain", worker)
+    time.sleep(1.0)  # it finds nobody
+    assert ordered.process.poll() is None
+    coordinator.start("coordinator", "--listen", address, "--state-dir", "state")
+    assert ordered.process.wait(60) == 0, ordered.log.read_text()
+    with CoordinatorClient(address, TOKEN) as client:
+        assert client.status().workers[0].draining

@@ -25,7 +25,7 @@ def epochs_of(daemon: Daemon) -> list[int]:
     found = []
     for pid in descendants(daemon.pid):
         try:
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "penstock epoch":
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "penstock-epoch":
                 found.append(pid)
         except OSError:
             continue

@@ -37,11 +37,11 @@ def test_processes_of_a_run_are_named(appliance: Appliance) -> None:
         for _ in range(4):
             next(steps)
         below = descendants(daemons.process.pid)
-        runners = [pid for pid in below if comm(pid) == "penstock runner" and " lm/" in shown(pid)]
-        assert sorted(map(shown, runners)) == ["penstock runner lm/0 box 0 slot 0", "penstock runner lm/0 box 0 slot 1"]
-        assert comm(daemons.process.pid) == "penstock embed"
+        runners = [pid for pid in below if comm(pid) == "penstock-runner" and " lm/" in shown(pid)]
+        assert sorted(map(shown, runners)) == ["penstock-runner lm/0 box 0 slot 0", "penstock-runner lm/0 box 0 slot 1"]
+        assert comm(daemons.process.pid) == "penstock-embed"
         # Started processes keep their command lines, where secrets are looked for; a title shows none.
-        (forks,) = [pid for pid in below if comm(pid) == "penstock forks"]
+        (forks,) = [pid for pid in below if comm(pid) == "penstock-forks"]
         assert "penstock.worker.runner.fork_server" in shown(forks)
         for pid in (forks, *runners):
             told = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()

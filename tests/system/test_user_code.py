@@ -96,8 +96,8 @@ def the_runner(cluster: Cluster) -> int:
 def the_maker(cluster: Cluster) -> int:
     """The process that makes the batches of a pure loader: the runner's child."""
     runner = the_runner(cluster)
-    until(lambda: children(runner, "penstock epoch"), what="it makes an epoch")
-    return children(runner, "penstock epoch")[0]
+    until(lambda: children(runner, "penstock-epoch"), what="it makes an epoch")
+    return children(runner, "penstock-epoch")[0]
 
 
 def plain(batch: Any) -> Any:

@@ -35,7 +35,7 @@ def hands_over(killed_at: int | None) -> None:
     with open("/dev/null") as null:
         for number in range(3):
             os.dup2(null.fileno(), number)
-    outcome = run_epoch("penstock epoch", work, lambda: None, lambda pid: None, Producer(1 << 20), lambda: False)
+    outcome = run_epoch("penstock-epoch", work, lambda: None, lambda pid: None, Producer(1 << 20), lambda: False)
     assert outcome is not None
     assert outcome.record == {"why": "over"}
     assert len({os.fstat(fd).st_rdev for fd in outcome.fds}) == 1

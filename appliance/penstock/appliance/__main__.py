@@ -47,7 +47,7 @@ def main() -> int:
         add(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
     given = parser.parse_args()
     keep_memory_private()
-    name_process("penstock coord")
+    name_process("penstock-coord")
     faulthandler.enable()
     log_lines("penstock coordinator: %(message)s", logging.WARNING)
     if given.parent_pid is not None:  # the training job itself logs warnings about its slots

@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -50,12 +49,7 @@ class Embedded:
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
         if not sys.executable:
             raise PenstockError("Appliance(): sys.executable must be the path of Python, got an empty one")
-        try:
-            self._folder = PrivateFolder()
-        except OSError as error:
-            raise PenstockError(
-                f"Appliance(): no folder can be made in {tempfile.gettempdir()}: {error}. Set TMPDIR to another"
-            ) from error
+        self._folder = PrivateFolder()
         self._socket = str(self._folder.path / "coordinator")
         self.address = f"unix:{self._socket}"
         self.token = secrets.token_urlsafe(24)

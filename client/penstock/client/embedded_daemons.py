@@ -48,6 +48,7 @@ def serve(given: dict[str, Any], parent: Parent, fork_server: StartedForkServer)
     from penstock.appliance.server.server import IN_MEMORY
     from penstock.appliance.server.server import serve as serve_coordinator
     from penstock.proto.errors import PenstockError
+    from penstock.proto.rpc.addresses import loopback
     from penstock.proto.rpc.credentials.tokens import read_token, read_tokens
     from penstock.runtime.config.sizes import bytes_of
     from penstock.runtime.files.private_folders import PrivateFolder
@@ -79,6 +80,7 @@ def serve(given: dict[str, Any], parent: Parent, fork_server: StartedForkServer)
             token=read_token("worker"),
             slots=SLOTS,
             allow=["*"],
+            listen=f"{loopback()}:0",
             embedded=True,
             no_sandbox=given["no_sandbox"],
         )
@@ -95,7 +97,7 @@ def serve(given: dict[str, Any], parent: Parent, fork_server: StartedForkServer)
                 raise ended
 
     keep_memory_private()
-    name_process("penstock embed")
+    name_process("penstock-embed")
     faulthandler.enable()
     log_lines("penstock: %(message)s", logging.WARNING)
     logging.getLogger("penstock.user").setLevel(logging.INFO)

@@ -166,7 +166,7 @@ class World:
             for pid in descendants(daemon.pid) if daemon is not None else ():
                 with contextlib.suppress(OSError):
                     name = Path(f"/proc/{pid}/comm").read_text().strip()
-                    found += [name] if name != "penstock forks" else []
+                    found += [name] if name != "penstock-forks" else []
         return found
 
 

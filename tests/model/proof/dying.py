@@ -52,7 +52,7 @@ class Dying:
             return
         slot = current_assignment().global_worker_id
         # A helper does its task once more, and then the save fails.
-        helps = Path("/proc/self/cmdline").read_text().startswith("penstock replayer")
+        helps = Path("/proc/self/cmdline").read_text().startswith("penstock-replayer")
         for death in range(1 if helps else DEATHS):
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(f"{self.folder}/death {slot} {death}", os.O_CREAT | os.O_EXCL))

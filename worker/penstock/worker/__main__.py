@@ -53,7 +53,7 @@ def main() -> int:
     tls_options = [options.pop(f"tls_{what}") for what in ("ca", "cert", "key", "name")]
     ready_fd = options.pop("ready_fd")
     keep_memory_private()
-    name_process("penstock worker")
+    name_process("penstock-worker")
     log_lines("penstock: %(message)s", logging.INFO)
     logging.getLogger("penstock.user").setLevel(logging.INFO)
 

@@ -28,19 +28,19 @@ from penstock.appliance.server.queue_probe import QueueProbe
 from penstock.appliance.server.service import Service
 from penstock.appliance.server.topic_signals import TopicSignals
 from penstock.proto.errors import JournalError
+from penstock.proto.rpc.addresses import loopback
 from penstock.proto.rpc.channel import RunningServer, Tls, host_id, server_aio
 from penstock.proto.rpc.connection_limits import raise_file_limit
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.lifetime import Parent
+from penstock.runtime.process.machine_needs import require
 from penstock.runtime.telemetry.counters import CallCounters
 
 log = logging.getLogger("penstock.appliance")
 
 STOP_GRACE_S = 1.0
 """Longest time for calls under way when the coordinator stops, in seconds."""
-ON_DEMAND = "127.0.0.1:0"
-"""Address of a dashboard on demand; most dashboards of embedded coordinators are never looked at."""
 COLLECT_EVERY_S = 60.0
 """Shortest time between two full collections of garbage, in seconds."""
 IN_MEMORY = ":memory:"
@@ -93,6 +93,7 @@ async def serve(
         limits = replace(Limits(), budget=MEMORY_BUDGET) if in_memory else Limits()
     with contextlib.ExitStack() as closing:
         if own_process:
+            require("the coordinator", "coordinator")
             closing.enter_context(_paced(loop))
             raise_file_limit()
         ending = [signal.SIGTERM, signal.SIGINT] if own_process else []
@@ -154,7 +155,7 @@ async def serve(
         if http:
             open_dashboard(http, any_port=http_any_port)
         elif http_on_demand:
-            service.open_dashboard = lambda: open_dashboard(ON_DEMAND)
+            service.open_dashboard = lambda: open_dashboard(f"{loopback()}:0")
         served = await server_aio(
             listen,
             tokens,

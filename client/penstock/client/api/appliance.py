@@ -54,6 +54,7 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import OwnerProcess
+from penstock.runtime.process.machine_needs import require
 
 if TYPE_CHECKING:
     from penstock.client.in_process import Fault
@@ -127,6 +128,7 @@ class Appliance:
         self._access: CoordinatorAccess | None = None
         self._daemons: Embedded | None = None
         self._rendezvous: SharedAppliance | None = None
+        require("Appliance()", "job")
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
         open_streams.receivers.add(self._receiver)
         if settings.address:
@@ -150,6 +152,9 @@ class Appliance:
             )
 
     def _embed(self) -> None:
+        settings = self.settings
+        slots = settings.num_boxes * settings.slots_per_box
+        require("Appliance()", "embedded", "coordinator", "worker", slots=slots)
         self._daemons = daemons = Embedded(_on_death(self))
         weakref.finalize(self, daemons.let_go).atexit = False  # dropped without being closed
         job = self._job(fresh=True)

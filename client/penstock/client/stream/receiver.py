@@ -540,7 +540,7 @@ def main() -> None:
         parent = Parent(given.pop("parent_pid"))
     except ProcessLookupError:
         return
-    name_process("penstock recv")
+    name_process("penstock-recv")
     log_lines("%(name)s: %(message)s", os.environ.get("PENSTOCK_LOG_LEVEL", "WARNING"))
     # Each lane holds two sockets and two descriptors for each of its rings.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

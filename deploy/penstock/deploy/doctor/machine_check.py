@@ -1,24 +1,23 @@
-"""Checks of `penstock doctor machine`: whether sandbox, memory and open files suffice for runners, which a start of a
-daemon does not show; and which box a launcher's variables mean."""
+"""Checks of `penstock doctor machine`: what appliances and daemons need of the machine (machine_needs.py), and whether
+sandbox and memory suffice for runners, which a start of a daemon does not show; and which box a launcher's variables
+mean."""
 
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from penstock.deploy.doctor.findings import Finding
 from penstock.proto.errors import InvalidArgumentError
 from penstock.runtime.process import sandbox
 from penstock.runtime.process.free_memory import free_memory
+from penstock.runtime.process.machine_needs import NEEDS, Unmet, unmet_needs
 from penstock.runtime.process.ranks import launched_ranks
 from penstock.runtime.telemetry.units import size
 
 RUNNER_BYTES = 512 << 20
 """Memory of a runner in bytes: with torch 170 MiB resident, 60 of them private; the rest for ring and data."""
-RUNNER_FILES = 24
-"""File descriptors per runner: 10 with a lane over TCP; the rest for growing rings and senders at the same time."""
-DAEMON_FILES = 128
 
 
 def check_machine(slots: int | None = None) -> Iterator[Finding]:
@@ -26,8 +25,17 @@ def check_machine(slots: int | None = None) -> Iterator[Finding]:
     slots = slots or os.cpu_count() or 1
     yield check_sandbox(sandbox.why_not_whole())
     yield check_memory(free_memory(), slots)
-    yield check_files(*resource.getrlimit(resource.RLIMIT_NOFILE), slots)
+    yield from check_needs(list(unmet_needs("coordinator", "worker", "job", slots=slots)))
     yield from check_ranks()
+
+
+def check_needs(lacking: Sequence[Unmet]) -> Iterator[Finding]:
+    """`lacking`: what this machine lacks."""
+    met = [need.name for need in NEEDS if need not in [unmet.need for unmet in lacking]]
+    yield Finding("kernel and container", "ok", f"allow {', '.join(met)}")
+    for unmet in lacking:
+        level: Literal["problem", "warning"] = "problem" if unmet.is_fatal else "warning"
+        yield Finding(unmet.need.name, level, unmet.why, f"{unmet.need.remedy}.")
 
 
 def check_ranks() -> Iterator[Finding]:
@@ -68,19 +76,3 @@ def check_memory(left: int, slots: int) -> Finding:
         remedy = f"penstock worker --slots {left // RUNNER_BYTES}, or --runner-memory SIZE to bound each runner."
         return Finding("memory", "warning", found, remedy)
     return Finding("memory", "ok", found)
-
-
-def check_files(soft: int, hard: int, slots: int) -> Finding:
-    """`soft`, `hard`: limits on open files; -1: none."""
-    need = DAEMON_FILES + RUNNER_FILES * slots
-    most, hard_most = ("any number" if limit < 0 else str(limit) for limit in (soft, hard))
-    found = f"{most} at most ({hard_most} after ulimit -n); {slots} slots may need {need}"
-    if 0 <= soft < need:
-        return Finding(
-            "open files",
-            "problem",
-            found,
-            f"ulimit -n {max(need, 65536)} before the daemon starts; systemd: LimitNOFILE=65536; docker run --ulimit "
-            "nofile=65536",
-        )
-    return Finding("open files", "ok", found)

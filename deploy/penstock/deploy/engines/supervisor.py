@@ -25,6 +25,7 @@ from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, FleetKeeper
 from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.runtime.process.identity import Identity
+from penstock.runtime.process.machine_needs import require
 from penstock.runtime.process.watch import Process
 
 _log = logging.getLogger("penstock.deploy.engines")
@@ -43,6 +44,7 @@ def supervise(
     """Run the fleet until a signal, the end of `parent_pid`, or the stop of the last worker on request. `ready`:
     called once. Raises DeadlineError if the fleet is not ready in time; CommandError if a daemon fails before that,
     or the coordinator or last worker is given up."""
+    require("penstock up", "coordinator", "worker", slots=plan.slots or 0)
     lock = folder.lock()
     if lock is None:
         raise CommandError(f"a fleet already runs in {folder.path}. End it by `penstock down`", USAGE)

@@ -1,5 +1,6 @@
-"""`penstock worker drain`: a worker migrates its slots, so that its machine can be removed. The order is sent once,
-then only polled: so it does not override an --undo given elsewhere, and survives a restart of the coordinator."""
+"""`penstock worker drain`: a worker migrates its slots, so that its machine can be removed. The order is sent until it
+is answered, then only polled: so it does not override an --undo given elsewhere, and survives a restart of the
+coordinator, before it and after."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 POLL_S = 0.3
 GONE_S = 10.0
-"""Seconds after which an unknown worker counts as ended; a restarted coordinator gets heartbeats within about one."""
+"""Seconds after which a coordinator counts as gone, and an unknown worker as ended; a restart takes a few seconds, and
+heartbeats then come within about one."""
 
 
 def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) -> None:
     """Order a worker to give up its slots and wait until it has none, or, by `undo`, to take slots again. Raises
     DeadlineError, or SupersededError if the order was withdrawn or the worker restarted."""
     with peer.client() as client:
-        left = client.drain(worker, undo=undo)
+        left = _order(client, worker, undo)
         if not undo and timeout_s:
             left = _wait(client, worker, left, time.monotonic() + timeout_s, quiet=as_json)
             if left.slots:
@@ -35,6 +37,22 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
         print(f"{_still(worker, left)}. It keeps draining until --undo")
     else:
         print(f"worker {worker} is drained: it has no slots and gets none; stop it, or withdraw the drain with --undo")
+
+
+def _order(client: CoordinatorClient, worker: str, undo: bool) -> pb.DrainWorkerReply:
+    """Send the order. Try again for GONE_S seconds if the coordinator is away, which may just restart."""
+    give_up, was_away = time.monotonic() + GONE_S, False
+    while True:
+        try:
+            return client.drain(worker, undo=undo)
+        except (CoordinatorUnavailableError, DeadlineError):
+            if time.monotonic() > give_up:
+                raise
+            was_away = True
+        except UnknownWorkerError:  # the worker may not have found the coordinator again
+            if not was_away or time.monotonic() > give_up:
+                raise
+        time.sleep(POLL_S)
 
 
 def _wait(

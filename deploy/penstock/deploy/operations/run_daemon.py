@@ -126,7 +126,7 @@ def _begin(debug: bool, log_format: str, **always: str) -> None:
     """Set up a daemon's log, name, dump of stacks at a crash, and memory that only root's processes can read.
     `always`: fields of each log line in JSON."""
     keep_memory_private()
-    name_process("penstock worker" if always["process"] == "worker" else "penstock coord")
+    name_process("penstock-worker" if always["process"] == "worker" else "penstock-coord")
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(always) if log_format == "json" else TextLines())

@@ -60,6 +60,17 @@ def is_local(address: str) -> bool:
         return False
 
 
+def loopback() -> str:
+    """Return this machine's own host for "host:port": 127.0.0.1, or [::1] where there is only IPv6."""
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+    except OSError:
+        if socket.has_ipv6:
+            return "[::1]"
+    return "127.0.0.1"
+
+
 def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
     """Raise UnsafeBindError if others can reach the address without encryption. `insecure`: the user allows it."""
     if encrypted or insecure or is_local(listen):

@@ -56,6 +56,11 @@ REQUEST_MAX = 4 * 1024 * 1024
 REPLY_MAX = 32 * 1024 * 1024
 """Largest reply in bytes. That to a heartbeat has an assignment for each slot."""
 
+_OF_CALL = "_schedule_rpc_coro"
+"""Name of the coroutine in which gRPC for asyncio answers a call."""
+CALLS_END_S = 1.0
+"""Longest time in seconds in which the handlers of cancelled calls end."""
+
 PENDING_MAX = 16_384
 """Largest number of waiting calls (20 KiB each); gRPC cancels more. 10,000 workers may register at once."""
 
@@ -178,6 +183,11 @@ class RunningServer:
             task.cancel()
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+        # gRPC does not wait for the tasks of calls whose peers are gone, and logs a traceback for each that the end of
+        # the event loop cancels.
+        calls = [task for task in asyncio.all_tasks() if task.get_coro().__name__ == _OF_CALL]  # type: ignore[union-attr]
+        if calls:
+            await asyncio.wait(calls, timeout=CALLS_END_S)
 
 
 async def server_aio(

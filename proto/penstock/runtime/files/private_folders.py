@@ -22,7 +22,8 @@ LONGEST_BASE = 36
 
 
 class PrivateFolder:
-    """New folder with mode 0700 in TMPDIR, or in /tmp if paths of sockets would be too long. A child process that gets
+    """New folder with mode 0700 in TMPDIR, or in /tmp if paths of sockets there would be too long, or are not UTF-8,
+    which gRPC requires. A child process that gets
     path and descriptor can share it; it stays locked until both have closed it, and the first removes it."""
 
     def __init__(self) -> None:
@@ -63,9 +64,11 @@ class PrivateFolder:
 
 def _base() -> Path:
     base = Path(tempfile.gettempdir())
-    if len(os.fsencode(base)) > LONGEST_BASE and os.access("/tmp", os.W_OK | os.X_OK):
-        return Path("/tmp")
-    return base
+    try:
+        is_fit = len(str(base).encode()) <= LONGEST_BASE
+    except UnicodeEncodeError:
+        is_fit = False
+    return base if is_fit or not os.access("/tmp", os.W_OK | os.X_OK) else Path("/tmp")
 
 
 def _sweep(base: Path, prefix: str) -> None:

@@ -1,7 +1,7 @@
 """Names of processes, for `ps`, `top`, `pgrep` and py-spy.
 
 Every process has a short name (`comm`, 15 bytes). A forked child also has a title in place of the fork server's command
-line, such as "penstock runner lm/0 box 0 slot 1", written over the arguments in its own memory, but never beyond them,
+line, such as "penstock-runner lm/0 box 0 slot 1", written over the arguments in its own memory, but never beyond them,
 so that the environment stays readable (setproctitle writes over it). A started process keeps its command line. (Tests
 check that no secret is there.)"""
 
@@ -17,7 +17,9 @@ _ARG_START = 48
 
 
 def name_process(name: str) -> None:
-    """Set the short name of this process, and of threads that it starts later. Call this in the main thread."""
+    """Set the short name of this process, and of threads that it starts later. Call this in the main thread. It must
+    have no blank: Slurm's proctrack/linuxproc could not find the process, and so not kill it."""
+    assert " " not in name
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:COMM_BYTES]), 0, 0, 0)
 
 

@@ -8,7 +8,9 @@ import logging
 import signal
 from collections.abc import Callable
 
+from penstock.proto.rpc.connection_limits import raise_file_limit
 from penstock.runtime.process.lifetime import Parent, become_subreaper
+from penstock.runtime.process.machine_needs import require
 from penstock.worker.daemon.daemon import Daemon
 from penstock.worker.daemon.worker_metrics import open_web
 from penstock.worker.daemon.worker_settings import DaemonSettings
@@ -26,6 +28,9 @@ async def serve(
 ) -> None:
     """Run a daemon until `stop`, for a process that runs other code too; without it until SIGTERM, SIGINT, the end of
     the parent `settings.parent_pid`, or its wish. ready: called with the worker's name."""
+    if not settings.embedded:  # else the training job has asked
+        require("the worker", "worker", slots=settings.slots)
+    raise_file_limit()
     daemon = Daemon(settings, fork_server, stop)
     loop = asyncio.get_running_loop()
     if settings.parent_pid:

@@ -221,7 +221,7 @@ def begin_slot(message: ControlMessage, role: str) -> records_pb2.WorkerAssignme
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)
-    title_process(f"penstock {role} {assignment.run} box {assignment.box} slot {assignment.slot}")
+    title_process(f"penstock-{role} {assignment.run} box {assignment.box} slot {assignment.slot}")
     return assignment
 
 

@@ -63,8 +63,8 @@ class TemporaryFolder:
                 os.chmod(self._folder.path, 0o711)
                 user.own(str(path))
             self.path = str(path)
-        except OSError as error:
-            _log.warning("killed runners may leave temporary files of multiprocessing, for lack of a folder: %s", error)
+        except OSError:
+            pass  # the daemon has warned at its start: machine_needs.py
 
     def close(self) -> None:
         if self._folder is not None:

@@ -91,7 +91,7 @@ def _child(
 ) -> int:
     ours.close()
     become_subreaper()
-    name_process("penstock epoch")
+    name_process("penstock-epoch")
     title_process(title)
     try:
         outcome = work(lambda fd: theirs.send("lane", fds=[fd]))

@@ -76,7 +76,7 @@ class EpochRunner:
                 os.lseek(fd, offset, os.SEEK_SET)
         stream.source.learn_labels(stream.producer.labels)
         a = stream.assignment
-        title = f"penstock epoch {a.run} box {a.box} slot {a.slot}"
+        title = f"penstock-epoch {a.run} box {a.box} slot {a.slot}"
         epoch = goal.epoch if goal is not None and goal.prepares else None
         outcome = run_epoch(
             title,

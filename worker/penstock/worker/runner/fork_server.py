@@ -58,7 +58,7 @@ def main() -> None:
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
-    name_process("penstock forks")
+    name_process("penstock-forks")
     with _collected_once():
         # numpy imports its generators on first use, and each child seeds them: 5 ms less for each child
         import numpy.random  # noqa: F401
@@ -182,7 +182,7 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     from penstock.worker.runner import replayer, runner
 
     channel, role = ControlChannel(socket.socket(fileno=control)), message.fields["role"]
-    name_process(f"penstock {_NAMES.get(role, 'loader')}")
+    name_process(f"penstock-{_NAMES.get(role, 'loader')}")
     try:
         if role == "runner":
             runner.run_slot(channel, ProgressPage(*progress_page))

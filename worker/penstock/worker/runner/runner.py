@@ -115,7 +115,7 @@ def _compare_record(stream: SlotStream, sent: StartData) -> None:
             return Outcome({"error": plain_detail(error)}, [])
 
     started = stream.page.made_by
-    outcome = run_epoch("penstock comparison", work, lambda: None, started, stream.producer, lambda: False)
+    outcome = run_epoch("penstock-epoch", work, lambda: None, started, stream.producer, lambda: False)
     stream.page.made_by(0)
     assert outcome is not None
     if outcome.record["error"] is not None:

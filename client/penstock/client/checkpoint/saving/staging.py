@@ -42,13 +42,16 @@ class SharedImage:
     def __init__(self, nbytes: int) -> None:
         self.number = next(_numbers)
         self.nbytes = max(pages(nbytes), PAGE)
-        self.fd = os.memfd_create("penstock-checkpoint", os.MFD_CLOEXEC)
         try:
-            # Allocate the pages here: if memory runs out later, the process that touches the page gets a SIGBUS.
-            os.posix_fallocate(self.fd, 0, self.nbytes)
-            self._map(getattr(mmap, "MAP_POPULATE", 0))
+            self.fd = os.memfd_create("penstock-checkpoint", os.MFD_CLOEXEC)
+            try:
+                # Allocate the pages here: if memory runs out later, the process that touches the page gets a SIGBUS.
+                os.posix_fallocate(self.fd, 0, self.nbytes)
+                self._map(getattr(mmap, "MAP_POPULATE", 0))
+            except OSError:
+                os.close(self.fd)
+                raise
         except OSError as error:
-            os.close(self.fd)
             raise CheckpointError(
                 f"{self.nbytes:,} bytes of shared memory for the state cannot be allocated: {error.strerror}"
             ) from error

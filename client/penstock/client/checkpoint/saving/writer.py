@@ -128,7 +128,7 @@ def _jobs_of(request: dict[str, Any]) -> MakeJob:
 
 def main() -> None:
     outlive_signals()
-    name_process("penstock writer")
+    name_process("penstock-writer")
     gc.disable()  # a collection would stop all threads: `serve` makes one after each save,
     gc.freeze()  # of what the save has left only, in 0.1 ms
     with suppress(OSError):

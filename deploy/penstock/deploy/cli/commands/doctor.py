@@ -55,7 +55,7 @@ def doctor_machine(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Check this machine for a worker: sandbox, memory, open files.
+    """Check this machine for a worker: sandbox, memory, and what kernel and container allow.
 
     Exit code 32 if there is a problem; 0 if there are only warnings.
 
