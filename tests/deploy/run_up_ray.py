@@ -142,11 +142,28 @@ def test_lost_node_or_coordinator_keeps_batches(fleet: RayFleet) -> None:
     undisturbed = fleet.job("after").finish(110)
     assert len(undisturbed) == STEPS
     assert disturbed == undisturbed
-    done = fleet.up("--workers", "2")
+    done = fleet.up("--workers", "2", "--slots", "1")
     assert done.returncode == 2
-    assert "a fleet penstock already runs on this Ray cluster" in done.error
+    assert "only --workers of a running fleet can be changed, but --slots is 2" in done.error
 
+    # A fleet of N is N workers that can work: the drained one ends, not the one with the highest number, and one that
+    # has left is replaced.
+    record = fleet.folder.fleet()
+    assert record is not None
+    assert fleet.shell.call("worker", "drain", "penstock-1", "--coordinator", record.coordinator).returncode == 0
+    done = fleet.up("--workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert set(fleet.daemons()) == {"penstock-coordinator", "penstock-2"}
+    until(lambda: set(fleet.lanes()) == {"penstock-2"})
+    os.kill(fleet.daemons()["penstock-2"]["pid"], signal.SIGTERM)
+    until(lambda: not fleet.lanes())
+    done = fleet.up("--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert set(fleet.daemons()) == {"penstock-coordinator", "penstock-1", "penstock-3"}
+    until(lambda: set(fleet.lanes()) == {"penstock-1", "penstock-3"})
+
+    running = fleet.daemons()
     done = fleet.run("down", "--dir", "fleet")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"ended: actor {name}" for name in sorted(daemons)]
+    assert sorted(done.stdout.splitlines()) == [f"ended: actor {name}" for name in sorted(running)]
     until(lambda: all(identity.open() is None for identity in processes))

@@ -138,6 +138,39 @@ def test_nothing_outlives_a_killed_supervisor(fleet: Fleet) -> None:
     assert set(fleet.workers()) == {"penstock-1", "penstock-2"}
 
 
+def test_scaling_ends_drained_workers_first(fleet: Fleet) -> None:
+    """A fleet of N is N workers that can work: those that drain, have left or have failed do not count."""
+
+    def scaled(workers: int) -> set[str]:
+        done = fleet.shell.call(*UP, "--workers", str(workers))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"export PENSTOCK_COORDINATOR={fleet.record().coordinator}\n")
+        running = {daemon.name for daemon in fleet.record().daemons if daemon.name != "coordinator"}
+        assert set(fleet.workers()) == running
+        fleet.processes()
+        return running
+
+    before = fleet.processes()
+    assert scaled(3) == {"penstock-1", "penstock-2", "penstock-3"}
+    address = fleet.record().coordinator
+    assert fleet.shell.call("worker", "drain", "penstock-1", PENSTOCK_COORDINATOR=address).returncode == 0
+    assert scaled(2) == {"penstock-2", "penstock-3"}  # not the one with the highest number
+    assert before["penstock-1"] is not None
+    assert _ended(before["penstock-1"])
+    stopped = fleet.processes()["penstock-3"]
+    assert stopped is not None
+    assert stopped.send(signal.SIGTERM)
+    until(lambda: {daemon.name: daemon.state for daemon in fleet.record().daemons}["penstock-3"] == "left")
+    assert scaled(2) == {"penstock-1", "penstock-2"}  # one that left is replaced
+    assert scaled(1) == {"penstock-1"}
+    assert fleet.processes()["coordinator"] == before["coordinator"]
+    for more, says in ((("--slots", "2"), "--slots is 1"), (("--allow", "x"), "--allow is 'streams'")):
+        done = fleet.shell.call(*UP, "--workers", "2", *more)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"only --workers of a running fleet can be changed, but {says}" in done.error
+    assert scaled(2) == {"penstock-1", "penstock-2"}
+
+
 def test_down_leaves_no_process_and_is_idempotent(fleet: Fleet) -> None:
     done = fleet.shell.call("down", "--dir", "fleet", "--json")
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,9 @@ machines: the local engine supervises processes here, the other submits the same
 
 from __future__ import annotations
 
+import itertools
 import shlex
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -42,11 +44,6 @@ class FleetPlan(UpSettings):
         return [*tls, *(["--insecure"] if self.insecure else [])]
 
 
-def worker_name(fleet: str, number: int) -> str:
-    """Return a worker's name. A lost daemon is replaced under it, so that the coordinator detects the loss at once."""
-    return f"{fleet}-{number}"
-
-
 class Daemon(BaseModel):
     """Daemon of a fleet. A process on another machine has no identity here, but an actor that is its parent."""
 
@@ -75,6 +72,10 @@ class Fleet(BaseModel):
     daemons: list[Daemon] = []
     supervisor: Identity | None = None
     """Process whose end ends a local fleet."""
+    plan: dict[str, Any] = {}
+    """Fields of the FleetPlan, with the number of workers of now."""
+    scaled: str = ""
+    """Id of the last Scaling that the supervisor has begun."""
     ray_address: str = ""
 
     def environment(self) -> dict[str, str]:
@@ -84,7 +85,36 @@ class Fleet(BaseModel):
         return {name: value for name, value in {**shared, **files}.items() if value}
 
     def as_dict(self) -> dict[str, Any]:
-        return {**self.model_dump(), "environment": self.environment()}
+        return {**self.model_dump(exclude={"plan", "scaled"}), "environment": self.environment()}
+
+
+class Scaling(BaseModel):
+    """New size of a running fleet: so many workers that can work. Those that drain or have left do not count, and go
+    first."""
+
+    workers: int
+    drained: list[str] = []
+    """Workers that drain, which end."""
+    request: str = ""
+    """Id by which the fleet's record says that it has this size."""
+
+    def split(self, able: Sequence[str]) -> tuple[list[str], int]:
+        """Return which of the workers that run are to end, and how many new ones to start. Of those that can work the
+        youngest go, with the highest numbers."""
+        working = sorted((name for name in able if name not in self.drained), key=_number)
+        surplus = working[self.workers :]
+        return [*(name for name in able if name in self.drained), *surplus], max(0, self.workers - len(working))
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def new_names(fleet: str, count: int, used: Collection[str]) -> list[str]:
+    """Return names for more workers of a fleet, with the lowest numbers that are free. A lost daemon is replaced under
+    its name, so that the coordinator detects the loss at once."""
+    names = (f"{fleet}-{number}" for number in itertools.count(1))
+    return list(itertools.islice((name for name in names if name not in used), count))
 
 
 def exports(fleet: Fleet) -> str:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from penstock.deploy.console.command_token import make_token
 from penstock.deploy.console.exit_codes import USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet
+from penstock.deploy.engines.engine import Fleet, Scaling
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.process.announcements import Announcement, announce, withdraw
 from penstock.runtime.process.identity import Identity
@@ -36,6 +36,7 @@ class FleetFolder:
         self.logs = self.path / "logs"
         self.token = self.path / "token"
         self._record = self.path / "fleet.json"
+        self._scaling = self.path / "scaling.json"
 
     def make(self) -> None:
         try:
@@ -125,6 +126,17 @@ class FleetFolder:
                 )
             except OSError as error:
                 _log.debug("the coordinator is not announced to other commands: %s", error)
+
+    def ask(self, scaling: Scaling) -> None:
+        """Write the new size of the fleet for its supervisor. Raises CommandError."""
+        try:
+            write_whole(self._scaling, scaling.model_dump_json().encode(), mode=0o600)
+        except OSError as error:
+            raise _unwritable(self._scaling, error) from error
+
+    def asked(self) -> Scaling:
+        """Return the new size that `ask` wrote. Raises OSError, ValidationError."""
+        return Scaling.model_validate_json(self._scaling.read_bytes())
 
     def fleet(self) -> Fleet | None:
         try:

@@ -99,6 +99,11 @@ class FleetKeeper:
             pause = min(2 * pause, LONGEST_PAUSE_S)
             self.restarts += 1
 
+    @property
+    def is_ending(self) -> bool:
+        """True once `stop` was called."""
+        return self._stopping.is_set()
+
     async def stop(self, grace_s: float) -> None:
         """Ask the daemon to end, and kill it after `grace_s` seconds."""
         self._stopping.set()

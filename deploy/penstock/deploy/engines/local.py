@@ -7,9 +7,10 @@ import signal
 import time
 
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, FleetPlan
+from penstock.deploy.engines.engine import Fleet, FleetPlan, Scaling
 from penstock.deploy.engines.fleet_folder import FleetFolder, open_log
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, log_end
+from penstock.deploy.engines.supervisor import SCALE
 from penstock.proto.errors import DeadlineError
 from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.line_reader import LinePipe
@@ -17,6 +18,7 @@ from penstock.runtime.process.spawn import module, spawn
 
 KILLED_S = 10.0
 """Longest time in seconds until a killed supervisor has ended."""
+SCALE_POLL_S = 0.2
 POLL_S = 0.05
 """Seconds between two attempts to end a fleet that is being started."""
 
@@ -46,6 +48,30 @@ def up(plan: FleetPlan, folder: FleetFolder, *, ends_with_us: bool = False) -> F
     if code == -signal.SIGTERM:  # before the supervisor could handle it
         raise CommandError(f"the fleet in {folder.path} was ended while it was starting. Start it again", INTERRUPTED)
     raise CommandError(log_end(log), code if code > 1 else BUG)
+
+
+def scale(folder: FleetFolder, scaling: Scaling, timeout_s: float) -> Fleet:
+    """Let the supervisor bring the fleet to a new size, and return it when all its workers are ready. Raises
+    DeadlineError if they are not in time, CommandError if the supervisor has ended."""
+    folder.ask(scaling)
+    supervisor = folder.holder()
+    if supervisor is None or not supervisor.send(SCALE):
+        raise CommandError(f"the fleet in {folder.path} has just ended. Start it again", USAGE)
+    deadline = time.monotonic() + timeout_s
+    while (fleet := folder.fleet()) is not None and supervisor.send(0):
+        if fleet.scaled == scaling.request:
+            workers = {daemon.name: daemon.state for daemon in fleet.daemons if daemon.name != "coordinator"}
+            if len(workers) == scaling.workers and {*workers.values()} == {"ready"}:
+                return fleet
+            if failed := [name for name, state in workers.items() if state == "failed"]:
+                raise CommandError(f"worker {failed[0]}: {log_end(folder.logs / f'{failed[0]}.log')}", BUG)
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"the fleet in {folder.path} does not have {scaling.workers} workers ready after {timeout_s:g} s. See "
+                f"the logs in {folder.logs}, or raise --timeout"
+            )
+        time.sleep(SCALE_POLL_S)
+    raise CommandError(f"the fleet in {folder.path} ended meanwhile. See the logs in {folder.logs}", BUG)
 
 
 def down(folder: FleetFolder, timeout_s: float) -> list[str]:

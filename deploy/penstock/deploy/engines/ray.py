@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
-from penstock.deploy.engines.engine import Daemon, Fleet, FleetPlan, worker_name
+from penstock.deploy.engines.engine import Daemon, Fleet, FleetPlan, Scaling, new_names
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.ray_actor import DaemonActor, node_folder
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
@@ -29,6 +29,8 @@ HEAD = "node:__internal_head__"
 """Resource that only Ray's head node has."""
 NODE_SHARE = 0.001
 """Amount of a node's resource that binds an actor to it, small, so that others can still use it."""
+ANSWER_S = 5.0
+"""Seconds for the actors to say whether their daemons have left."""
 GIVE_UP_S = 5.0
 """Seconds for an actor to end its daemon after a failed start; short, as one never placed does not answer."""
 STOP_S = 40.0
@@ -81,7 +83,7 @@ def ray_up(plan: FleetPlan, folder: FleetFolder) -> Fleet:
             about = _ready(ray, started, plan, deadline)
             address = about[coordinator]["line"]
             options, workers = worker_options(plan), {}
-            for name in [worker_name(plan.name, number) for number in range(1, plan.workers + 1)]:
+            for name in new_names(plan.name, plan.workers, ()):
                 workers[name] = _remote(ray, options | {"name": name}, plan.model_dump(), name, address, token)
                 started[name] = workers[name]
             about |= _ready(ray, workers, plan, deadline, some=True)
@@ -96,8 +98,51 @@ def ray_up(plan: FleetPlan, folder: FleetFolder) -> Fleet:
             token_file=token_file,
             tls=plan.tls_files,
             ray_address=_cluster(ray, plan),
+            plan={**plan.model_dump(), "token_file": token_file},
             daemons=[Daemon(name=name, **status) for name, status in about.items()],
         )
+
+
+def ray_scale(fleet: Fleet, scaling: Callable[[], Scaling], timeout_s: float) -> Fleet | None:
+    """Bring a fleet to another number of workers that can work: actors whose daemon drains or has left end first; those
+    that Ray has not placed yet count. None if the fleet does not run."""
+    with _connected(fleet.ray_address) as ray:
+        actors = _actors_of(ray, fleet.name)
+        if _coordinator_name(fleet.name) not in actors:
+            return None
+        wanted = scaling()
+        workers = {name: actor for name, actor in actors.items() if not name.endswith("-coordinator")}
+        left = _left(ray, workers)
+        ending, missing = wanted.split([name for name in workers if name not in left])
+        _stop(ray, {name: workers[name] for name in (*left, *ending)})  # first, as new ones may need their cores
+        plan = FleetPlan.model_validate({**fleet.plan, "workers": wanted.workers, "timeout": timeout_s})
+        token, deadline = _token(plan), time.monotonic() + timeout_s
+        if token:
+            plan = plan.model_copy(update={"token_file": str(node_folder(plan) / "token")})
+        started = {}
+        for name in new_names(fleet.name, missing, workers):
+            options = worker_options(plan) | {"name": name}
+            started[name] = _remote(ray, options, plan.model_dump(), name, fleet.coordinator, token)
+        try:
+            about = _ready(ray, started, plan, deadline, some=True) if started else {}
+        except BaseException:
+            _stop(ray, started, GIVE_UP_S)
+            raise
+        kept = [daemon for daemon in fleet.daemons if daemon.name not in (*left, *ending)]
+        added = [Daemon(name=name, **status) for name, status in about.items()]
+        return fleet.model_copy(update={"daemons": [*kept, *added], "plan": {**fleet.plan, "workers": wanted.workers}})
+
+
+def _left(ray: Any, workers: Mapping[str, Any]) -> list[str]:
+    """Return the workers whose daemons have ended in order. One whose actor does not answer has not: Ray may have to
+    place it again."""
+    asked = {actor.has_left.remote(): name for name, actor in workers.items()}
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+    left = []
+    for answer in done:
+        with contextlib.suppress(ray.exceptions.RayError):
+            left += [asked[answer]] if ray.get(answer) else []
+    return left
 
 
 def ray_down(fleet: Fleet, timeout_s: float) -> list[str]:

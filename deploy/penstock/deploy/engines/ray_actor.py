@@ -79,6 +79,10 @@ class DaemonActor:
         `host`."""
         return self._started.result()
 
+    def has_left(self) -> bool:
+        """Return True if the daemon ended in order, which an operator wanted."""
+        return not self._stopping and self._daemon.status == 0
+
     def stop(self) -> None:
         self._stopping = True
         self._daemon.end(WORKER_GRACE_S if self._is_worker else COORDINATOR_GRACE_S)

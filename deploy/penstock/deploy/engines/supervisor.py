@@ -3,7 +3,7 @@
     python -m penstock.deploy.engines.supervisor FOLDER PLAN    (started by `up --detach`)
 
 It holds the lock of the fleet's folder and keeps the record up to date. SIGTERM and Ctrl-C end the workers, which
-migrate their slots, then the coordinator.
+migrate their slots, then the coordinator. SIGUSR1 brings the fleet to the size that `penstock up --workers` wrote.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, USAGE, CommandError, exit_code
-from penstock.deploy.engines.engine import Daemon, Fleet, FleetPlan, worker_name
+from penstock.deploy.engines.engine import Daemon, Fleet, FleetPlan, new_names
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, FleetKeeper
 from penstock.proto.errors import DeadlineError, PenstockError
@@ -30,6 +32,10 @@ from penstock.runtime.process.watch import Process
 
 _log = logging.getLogger("penstock.deploy.engines")
 
+SCALE = signal.SIGUSR1
+"""Signal that the folder has a new size of the fleet."""
+GONE = ("failed", "left", "ended")
+"""States of a worker that does not come back."""
 LEFTOVERS_S = 30.0
 """Longest time in seconds until the daemons of a killed supervisor have ended."""
 
@@ -78,6 +84,10 @@ class _Supervisor:
     def __init__(self, plan: FleetPlan, folder: FleetFolder, ready: Callable[[Fleet], None]) -> None:
         self._plan, self._folder, self._announce = plan, folder, ready
         self._up = False
+        self._scaled = ""
+        self._asked = asyncio.Event()
+        """Set when the folder has a new size of the fleet."""
+        self._ending: set[asyncio.Task[None]] = set()
         self._workers: list[FleetKeeper] = []
         self._tasks: dict[asyncio.Task[None], FleetKeeper] = {}
         self._coordinator = FleetKeeper(
@@ -100,6 +110,7 @@ class _Supervisor:
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup
         for number in (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))):
             loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(SCALE, self._asked.set)
         stopped = asyncio.ensure_future(stop.wait())
         living = asyncio.ensure_future(self._live())
         try:
@@ -116,7 +127,7 @@ class _Supervisor:
                 task.cancel()
             await asyncio.gather(*(kept.stop(WORKER_GRACE_S) for kept in self._workers))
             await self._coordinator.stop(COORDINATOR_GRACE_S)
-            await asyncio.gather(*self._tasks, stopped, living, return_exceptions=True)
+            await asyncio.gather(*self._tasks, *self._ending, stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
         """Start all daemons, call `ready`, and watch them until the last worker was stopped on request."""
@@ -124,20 +135,7 @@ class _Supervisor:
         try:
             async with asyncio.timeout(plan.timeout):
                 await self._start([self._coordinator])
-                address = self._coordinator.line
-                host = address.rpartition(":")[0]
-                for name in [worker_name(plan.name, number) for number in range(1, plan.workers + 1)]:
-                    command = plan.worker_command(name, address, f"{host}:0")
-                    self._workers.append(
-                        FleetKeeper(
-                            f"worker {name}",
-                            lambda _, command=command: command,  # type: ignore[misc]
-                            logs / f"{name}.log",
-                            restart_always=False,
-                            changed=self._record,
-                        )
-                    )
-                await self._start(self._workers)
+                await self._start(self._add(plan.workers))
         except TimeoutError:
             waits = [kept.title for kept in (self._coordinator, *self._workers) if not kept.ready.is_set()]
             raise DeadlineError(
@@ -147,11 +145,56 @@ class _Supervisor:
         self._up = True
         self._record()
         self._announce(self._fleet())
-        while not all(worker.state in ("failed", "left") for worker in self._workers):
-            ended, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
+        while not all(worker.state in GONE for worker in self._workers):
+            asked = asyncio.ensure_future(self._asked.wait())
+            await asyncio.wait([asked, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            for task in [task for task in self._tasks if task.done()]:
                 self._ended(task)
+            if self._asked.is_set():
+                self._asked.clear()
+                self._scale()
         _log.info("the last worker stopped on request: the fleet ends")
+
+    def _add(self, count: int) -> list[FleetKeeper]:
+        """Add workers, which are not started yet."""
+        plan, address = self._plan, self._coordinator.line
+        added = []
+        for name in new_names(plan.name, count, {_name(worker) for worker in self._workers}):
+            command = plan.worker_command(name, address, f"{address.rpartition(':')[0]}:0")
+            added.append(
+                FleetKeeper(
+                    f"worker {name}",
+                    lambda _, command=command: command,  # type: ignore[misc]
+                    self._folder.logs / f"{name}.log",
+                    restart_always=False,
+                    changed=self._record,
+                )
+            )
+        self._workers += added
+        return added
+
+    def _scale(self) -> None:
+        """Bring the fleet to the size in its folder."""
+        try:
+            scaling = self._folder.asked()
+        except (OSError, ValidationError) as error:
+            _log.error("the new size of the fleet cannot be read: %s", error)
+            return
+        self._plan, self._scaled = self._plan.model_copy(update={"workers": scaling.workers}), scaling.request
+        self._workers = [worker for worker in self._workers if worker.state not in ("failed", "left")]
+        able = {_name(worker): worker for worker in self._workers if not worker.is_ending}
+        ending, missing = scaling.split(list(able))
+        _log.info("%d workers are wanted: ending %s, starting %d", scaling.workers, ending or "none", missing)
+        self._ending |= {asyncio.ensure_future(self._end(able[name])) for name in ending}
+        self._tasks |= {asyncio.ensure_future(worker.run()): worker for worker in self._add(missing)}
+        self._record()
+
+    async def _end(self, worker: FleetKeeper) -> None:
+        await worker.stop(WORKER_GRACE_S)
+        with contextlib.suppress(ValueError):  # `_scale` has removed it
+            self._workers.remove(worker)
+        self._record()
 
     async def _start(self, daemons: list[FleetKeeper]) -> None:
         """Start daemons and wait until all are ready. Raises the error of one that is given up, or CommandError for
@@ -177,7 +220,7 @@ class _Supervisor:
             if kept is self._coordinator:
                 raise
             _log.error("%s. The worker is not started again", error)
-            if all(worker.state in ("failed", "left") for worker in self._workers):
+            if all(worker.state in GONE for worker in self._workers):
                 raise CommandError(
                     f"the fleet ends because no worker is left; the last one failed: {error}", error.code
                 ) from error
@@ -187,7 +230,7 @@ class _Supervisor:
     def _fleet(self) -> Fleet:
         daemons = []
         for kept in (self._coordinator, *self._workers):
-            name, identity = kept.title.removeprefix("worker "), None
+            name, identity = _name(kept), None
             if kept.pid:
                 with contextlib.suppress(ProcessLookupError):
                     identity = Identity.of(kept.pid)
@@ -201,6 +244,8 @@ class _Supervisor:
             tls=self._plan.tls_files,
             daemons=daemons,
             supervisor=Identity.of(os.getpid()),
+            plan=self._plan.model_dump(),
+            scaled=self._scaled,
         )
 
     def _record(self) -> None:
@@ -210,6 +255,10 @@ class _Supervisor:
             self._folder.save(self._fleet())
         except CommandError as error:
             _log.error("%s; the fleet keeps running", error)
+
+
+def _name(kept: FleetKeeper) -> str:
+    return kept.title.removeprefix("worker ")
 
 
 def main() -> int:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
+from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.settings import UpSettings, flag, resolve
 from penstock.deploy.engines import local
-from penstock.deploy.engines.engine import Fleet, FleetPlan, exports
+from penstock.deploy.engines.engine import Fleet, FleetPlan, Scaling, exports
 from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
-from penstock.deploy.engines.ray import ray_down, ray_up
+from penstock.deploy.engines.ray import ray_down, ray_scale, ray_up
 from penstock.deploy.engines.supervisor import supervise
 from penstock.proto.errors import InvalidArgumentError
 from penstock.runtime.config.settings import variable
+
+if TYPE_CHECKING:  # at run time gRPC is imported only when a command needs it
+    from penstock.proto.v1 import coordinator_pb2 as pb
 
 _OF_RAY = ("ray_address", "near", "state_dir", "send_token")
 """Settings that only the engine ray has."""
@@ -29,10 +35,17 @@ def run_up(flags: dict[str, Any], token_file: Path | None, *, detach: bool, as_j
     settings = resolve(UpSettings, **flags)
     folder = _folder(settings)
     folder.make()
-    plan = _plan_of(settings, token_file, folder)
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO, format="penstock up: %(message)s", stream=sys.stderr
     )
+    if "workers" in settings.model_fields_set and (detach or settings.engine == "ray"):
+        running = folder.fleet()
+        if running is not None and running.plan and (folder.supervised or running.engine == "ray"):
+            fleet = _scaled(running, settings, folder)
+            if fleet is not None:
+                _print_exports(fleet, as_json)
+                return
+    plan = _plan_of(settings, token_file, folder)
     if settings.engine == "ray":
         _refuse_another(folder, plan)
         fleet = ray_up(plan, folder)
@@ -44,6 +57,37 @@ def run_up(flags: dict[str, Any], token_file: Path | None, *, detach: bool, as_j
         _print_exports(local.up(plan, folder), as_json)
     else:
         supervise(plan, folder, lambda fleet: _print_exports(fleet, as_json))
+
+
+def _scaled(running: Fleet, settings: UpSettings, folder: FleetFolder) -> Fleet | None:
+    """Bring a running fleet to another number of workers; None if it does not run any more. Raises CommandError if
+    another setting was changed too."""
+    given = {name: getattr(settings, name) for name in settings.model_fields_set} | _tls_files(settings)
+    for name in given.keys() - {"workers", "timeout", "dir"}:
+        if (is_now := running.plan.get(name)) != (wanted := given[name]):
+            raise CommandError(
+                f"only --workers of a running fleet can be changed, but {flag(name)} is {is_now!r} in {folder.path}, "
+                f"got {wanted!r}. End the fleet by `penstock down`",
+                USAGE,
+            )
+
+    def scaling() -> Scaling:
+        drained = [worker.worker for worker in _status_of(running) if worker.draining]
+        return Scaling(workers=settings.workers, drained=drained, request=secrets.token_hex(8))
+
+    if running.engine == "local":
+        return local.scale(folder, scaling(), settings.timeout)
+    fleet = ray_scale(running, scaling, settings.timeout)
+    if fleet is not None:
+        folder.save(fleet)
+    return fleet
+
+
+def _status_of(fleet: Fleet) -> Iterable[pb.WorkerStatus]:
+    """Return what the coordinator reports of the workers."""
+    tls = {name: fleet.tls[name] for name in ("tls_ca", "tls_name") if name in fleet.tls}
+    with Peer(coordinator=fleet.coordinator, token_file=Path(fleet.token_file), **tls).client() as client:
+        return client.status().workers
 
 
 def _interrupted(number: int, _: object) -> None:
@@ -70,13 +114,13 @@ def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder)
         )
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if is_local else 8)
-    files = {
-        name: str(Path(file).expanduser().absolute())
-        for name in ("tls_ca", "tls_cert", "tls_key")
-        if (file := getattr(settings, name))
-    }
     own = {"slots": slots, "token_file": str(folder.token_file(token_file))}
-    return FleetPlan.model_validate({**settings.model_dump(), **files, **own})
+    return FleetPlan.model_validate({**settings.model_dump(), **_tls_files(settings), **own})
+
+
+def _tls_files(settings: UpSettings) -> dict[str, str]:
+    names = ("tls_ca", "tls_cert", "tls_key")
+    return {name: str(Path(file).expanduser().absolute()) for name in names if (file := getattr(settings, name))}
 
 
 def _folder(settings: UpSettings) -> FleetFolder:

@@ -24,12 +24,14 @@ def up(
     """Start and supervise a coordinator and workers. They run here, or on Ray.
 
     Once all are ready, prints the variables by which a training job finds the fleet. In the foreground Ctrl-C ends the
-    fleet; otherwise `penstock down` does.
+    fleet; otherwise `penstock down` does. Called again with another --workers, it changes the number of workers of the
+    fleet that runs: those that drain, have left or have failed end first.
 
     \b
     Examples:
       penstock up --allow mypackage                             here, until Ctrl-C
       eval "$(penstock up --detach --allow mypackage)"          here, in the background
+      penstock up --detach --allow mypackage --workers 4        and now with four workers
       penstock up --engine ray --workers 8 --allow mypackage --insecure
     """
     quiet_grpc()
