@@ -19,6 +19,8 @@ from manifests import VARIANTS, Pod, pods, rendered, settings_of
 from pki import Pki
 from waiting import until
 
+from penstock.appliance.limits import DISK_BUDGET, DISK_SHARE, GIB
+
 OLDEST, NEWEST = "1.30", "1.37"
 """Versions of Kubernetes whose schemas the manifests are held to. 1.30 is the first with all that they use stable."""
 ROLES = ("coordinator", "worker", "client")
@@ -153,6 +155,23 @@ def test_containers_are_unprivileged_read_only() -> None:
                 where,
                 path,
             )
+
+
+def test_volumes_of_the_coordinator_hold_its_budget() -> None:
+    """An emptyDir shows the size of the node's disk, not its limit."""
+    limits = []
+    for variant, pod in all_pods():
+        if pod.role == "coordinator":
+            volumes = [volume.get("emptyDir", {}).get("sizeLimit") for volume in pod.spec["volumes"]]
+            claims = pod.owner["spec"].get("volumeClaimTemplates", [])
+            limits += [
+                (variant, limit)
+                for limit in (*volumes, *(claim["spec"]["resources"]["requests"]["storage"] for claim in claims))
+                if limit is not None
+            ]
+    assert {variant for variant, _ in limits} >= {variant for variant, pod in all_pods() if pod.role == "coordinator"}
+    for variant, limit in limits:
+        assert int(limit.removesuffix("Gi")) * GIB * DISK_SHARE >= DISK_BUDGET, variant
 
 
 def _written(settings: dict[str, str]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["small_disk_at"]
+__all__ = ["fill", "small_disk_at"]
 
 
 @contextmanager
@@ -24,3 +25,15 @@ def small_disk_at(disk: Path, size: int) -> Iterator[Path]:
         yield disk
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def fill(disk: Path, left: int = 0) -> Path:
+    """Fill the disk completely, or up to so many bytes; the file that fills it."""
+    ballast = disk / f"ballast {left}"
+    with open(ballast, "wb", buffering=0) as file:
+        try:
+            while left < (free := os.statvfs(disk)).f_bavail * free.f_frsize:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+    return ballast

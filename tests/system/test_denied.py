@@ -20,6 +20,7 @@ from denied import CALLS, cover, deny
 from penstock.appliance.server.server import IN_MEMORY
 from penstock.appliance.server.server import serve as serve_coordinator
 from penstock.client import Appliance
+from penstock.client.checkpoint.saving.staging import SharedImage
 from penstock.deploy.doctor.machine_check import check_machine
 from penstock.deploy.engines.engine import FleetPlan
 from penstock.deploy.engines.fleet_folder import FleetFolder
@@ -102,6 +103,13 @@ def test_system_call(call: str, tmp_path: Path) -> None:
             f"cannot run here, which `penstock doctor` shows too: {call}: Operation not permitted. Use Linux" in error
         )
     assert len(errors) == len(starts)
+
+
+@pytest.mark.parametrize("call", ["fallocate", "memfd_create"])
+def test_memory_of_a_checkpoint(call: str, tmp_path: Path) -> None:
+    """A checkpointer needs no appliance."""
+    _, errors = said(tmp_path, lambda: deny(call), lambda: SharedImage(1).close())
+    assert errors == ["4,096 bytes of shared memory for the state cannot be allocated: Operation not permitted"]
 
 
 def test_few_open_files(tmp_path: Path) -> None:

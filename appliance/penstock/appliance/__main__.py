@@ -18,7 +18,7 @@ from dataclasses import replace
 # gRPC would also print a taken port on standard error; the coordinator reports it once, as an error.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from penstock.appliance.limits import MEMORY_BUDGET, Limits
+from penstock.appliance.limits import Limits
 from penstock.appliance.server.server import IN_MEMORY, announcer, serve
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_tokens
@@ -55,7 +55,7 @@ def main() -> int:
     limits = replace(
         defaults,
         **{name: getattr(given, name) for name in LEASES},
-        budget=MEMORY_BUDGET if given.state_dir == IN_MEMORY else defaults.budget,
+        budget=0,
     )
     try:
         asyncio.run(

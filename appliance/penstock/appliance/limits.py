@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 MIB = 1 << 20
 GIB = 1 << 30
 MEMORY_BUDGET = 512 * MIB
 """`budget` of a coordinator that keeps its cluster state in memory (embedded mode)."""
+DISK_BUDGET = 4 * GIB
+DISK_SHARE = 0.4
+"""Largest share of the disk for snapshots, by default: SQLite holds what it writes twice for a while."""
 TICK_SHARE = 10
 """Checks of the leases within one lease."""
 
@@ -23,9 +28,17 @@ class Limits:
     """Lease of a training process: longer, as user code may hold the GIL for seconds (a compile, a pickle)."""
     balance_after_s: float = 30.0
     """Time until balance may move a slot, so that measured waits are of its present worker; 0 = never."""
-    budget: int = 4 * GIB
-    """Most bytes of snapshots and blobs on disk."""
+    budget: int = DISK_BUDGET
+    """Most bytes of snapshots and blobs; 0: `default_budget`."""
 
     @property
     def tick_s(self) -> float:
         return min(self.worker_lease_s, self.client_lease_s) / TICK_SHARE
+
+
+def default_budget(state_dir: Path | None) -> int:
+    """Return the budget of a coordinator in this directory, or in memory (None)."""
+    if state_dir is None:
+        return MEMORY_BUDGET
+    disk = os.statvfs(state_dir)
+    return min(DISK_BUDGET, int(DISK_SHARE * disk.f_blocks * disk.f_frsize))

@@ -42,9 +42,8 @@ def serve(given: dict[str, Any], parent: Parent, fork_server: StartedForkServer)
     import contextlib
     import faulthandler
     import logging
-    from dataclasses import replace
 
-    from penstock.appliance.limits import MEMORY_BUDGET, Limits
+    from penstock.appliance.limits import Limits
     from penstock.appliance.server.server import IN_MEMORY
     from penstock.appliance.server.server import serve as serve_coordinator
     from penstock.proto.errors import PenstockError
@@ -63,7 +62,7 @@ def serve(given: dict[str, Any], parent: Parent, fork_server: StartedForkServer)
         error of a failed daemon."""
         listening, stop, leave = asyncio.Event(), asyncio.Event(), asyncio.Event()
         parent.on_end(leave.set)
-        limits = replace(Limits(), budget=bytes_of(given["budget"]) or MEMORY_BUDGET)
+        limits = Limits(budget=bytes_of(given["budget"]))
         coordinator = asyncio.create_task(
             serve_coordinator(
                 given["address"],

@@ -23,6 +23,8 @@ from pathlib import Path
 from penstock.proto.errors import JournalError
 
 SCHEMA = 2
+PAGE = 4096
+"""Bytes of a page of SQLite."""
 
 META = "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
 """Table of the last commit's number and of other small values."""
@@ -49,6 +51,7 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
                 if mode != "wal":
                     raise JournalError(f"{path} must be on a local disk: SQLite's journal mode is {mode!r}")
             db.execute("PRAGMA synchronous=FULL")
+            db.execute("PRAGMA secure_delete=OFF")  # some builds write zeros, which needs as much space as was used
             db.execute("PRAGMA journal_size_limit=67108864")
             if found == 0:
                 db.executescript(f"BEGIN IMMEDIATE;\n{META}\n{script}\nPRAGMA user_version={SCHEMA};\nCOMMIT;")
@@ -65,6 +68,46 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
         if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
             raise JournalError(f"{name} cannot be written ({error}): free space on the disk, or repair it") from error
         raise _unreadable(name, error) from error
+
+
+def reserved(disk: int) -> int:
+    """Return the bytes that a database and its log, on a disk of this size, keep for a time in which that is full."""
+    return min(4 << 20, disk // 32)
+
+
+def disk_of(path: Path) -> tuple[int, int]:
+    """Return the size of the disk that holds a file, and its free bytes."""
+    disk = os.statvfs(path.parent)
+    return disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+
+
+def reserve(db: sqlite3.Connection, path: Path | None) -> None:
+    """Let the database and its log hold some megabytes more than they use, so that rows can be written, and above all
+    removed, while the disk is full. SQLite writes its log from the beginning again once all of it is in the database,
+    which is done when half of what is kept is used. It removes the log when it closes the database: so this is done at
+    each start, once the database is known to be sound. Raises sqlite3.Error."""
+    if path is None:
+        return
+    disk, free = disk_of(path)
+    size = reserved(disk)
+    try:
+        if free > 4 * size:
+            db.executescript(
+                f"""
+                DROP TABLE IF EXISTS ballast; CREATE TABLE ballast (data BLOB);
+                INSERT INTO ballast VALUES (zeroblob({size})); PRAGMA wal_checkpoint(PASSIVE); DROP TABLE ballast;
+                PRAGMA wal_autocheckpoint({max(1, size // PAGE // 2)});
+                """
+            )
+            return
+    except sqlite3.Error as error:
+        if not is_full(error):
+            raise
+    log.warning("%s: the disk has only %d bytes free, of which nothing can be reserved. Free space", path, free)
+
+
+def is_full(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
 
 
 def _unreadable(name: object, error: Exception) -> JournalError:

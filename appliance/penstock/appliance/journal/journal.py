@@ -26,7 +26,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.appliance.journal.database import CommitMarks, CommitNumber, behind, damaged, open_database, transaction
+from penstock.appliance.journal.database import (
+    CommitMarks,
+    CommitNumber,
+    behind,
+    damaged,
+    open_database,
+    reserve,
+    transaction,
+)
 from penstock.proto.errors import JournalError
 from penstock.runtime.files import filesystems
 from penstock.runtime.telemetry.counters import Histogram
@@ -145,6 +153,7 @@ class Journal:
                 for table in TABLES:  # an older release that wrote this journal may not have made all tables
                     self._db.execute(_table(table))
                 self._db.execute("UPDATE meta SET value=? WHERE name='boots'", (str(self.boots),))
+            reserve(self._db, path)
         except sqlite3.Error as error:
             self.close()
             raise damaged(self.name, error) from error

@@ -12,7 +12,16 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from penstock.appliance.journal.database import CommitNumber, open_database, transaction
+from penstock.appliance.journal.database import (
+    PAGE,
+    CommitNumber,
+    disk_of,
+    is_full,
+    open_database,
+    reserve,
+    reserved,
+    transaction,
+)
 from penstock.appliance.journal.journal import StateDir, settle
 from penstock.appliance.journal.snapshot_index import (
     Drop,
@@ -39,8 +48,12 @@ _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 PIECE = 256
 """Most rows that one call of `drop` removes."""
 VACUUM_PAGES = 1024
-"""Most pages of 4 KiB that one `drop` gives back: new snapshots reuse free pages anyway, and giving back all would
+"""Most pages that one `drop` gives back: new snapshots reuse free pages anyway, and giving back all would
 rewrite the file."""
+
+
+class DiskFullError(JournalError):
+    """Error for a value that the disk has no space for. Peers get it as a JournalError."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,8 @@ class Store:
         try:
             yield
         except sqlite3.Error as error:
-            raise JournalError(
+            kind = DiskFullError if is_full(error) else JournalError
+            raise kind(
                 f"{self._path or 'the snapshot store in memory'}: {what}: {error}. Free space on the disk, or repair it"
             ) from error
 
@@ -85,13 +99,32 @@ class Store:
             kept.append((SlotKey(*key), DurableSnapshot(total, epoch, size, epoch_start)))
         return kept, blobs
 
+    def reserve(self) -> None:
+        """Reserve space for a time in which the disk is full, once `index` has been read."""
+        with self._errors("space cannot be reserved"):
+            reserve(self._db, self._path)
+
+    def _check_space(self, what: str, size: int) -> None:
+        """Raise DiskFullError unless the disk can take `size` bytes, first in SQLite's log and then in the database,
+        and keeps what is reserved. Beyond that nothing could be removed either."""
+        if self._path is None:
+            return
+        (unused,) = self._db.execute("PRAGMA freelist_count").fetchone()
+        log = self._path.with_name(f"{self._path.name}-wal")
+        in_log = log.stat().st_size if log.exists() else 0
+        disk, free = disk_of(self._path)
+        need = max(0, size - unused * PAGE) + max(0, size - in_log) + reserved(disk)
+        if free < need:
+            raise DiskFullError(
+                f"{self._path}: {what} cannot be written: {need} bytes must be free on the disk, got {free}. Free space"
+            )
+
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
         """Write these snapshots in one commit, all or none."""
         size = sum(len(data) for _, data in snapshots)
-        with (
-            self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"),
-            transaction(self._db, self._commits),
-        ):
+        what = f"{len(snapshots)} snapshots of {size} bytes"
+        self._check_space(what, size)
+        with self._errors(f"{what} cannot be written"), transaction(self._db, self._commits):
             for header, data in snapshots:
                 place = (header.run, header.attempt, header.box, header.slot, header.total, header.epoch)
                 row = (*place, len(data), header.SerializeToString(), data)
@@ -106,7 +139,9 @@ class Store:
         return None if found is None else (pb.SnapshotHeader.FromString(found[0]), bytes(found[1]))
 
     def put_blob(self, name: str, data: bytes) -> None:
-        with self._errors(f"a blob of {len(data)} bytes cannot be written"), transaction(self._db, self._commits):
+        what = f"a value of {len(data)} bytes"
+        self._check_space(what, len(data))
+        with self._errors(f"{what} cannot be written"), transaction(self._db, self._commits):
             self._db.execute("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", (name, len(data), data))
 
     def blob(self, name: str) -> bytes | None:
@@ -122,7 +157,9 @@ class Store:
 
     def keep_closed(self, one: ClosedRun, parts: Sequence[bytes], gone: Iterable[str]) -> None:
         """Write the last state of a run in place of an older one, and remove those of the runs `gone`."""
-        with self._errors(f"a state of {one.size} bytes cannot be written"), transaction(self._db, self._commits):
+        what = f"a state of {one.size} bytes"
+        self._check_space(what, one.size)
+        with self._errors(f"{what} cannot be written"), transaction(self._db, self._commits):
             for run in (*gone, one.run):
                 for table in ("closed", "closed_parts"):
                     self._db.execute(f"DELETE FROM {table} WHERE run=?", (run,))
@@ -159,7 +196,11 @@ class Store:
                             self._db.execute("DELETE FROM blobs WHERE name=?", (name,))
                             rows += 1
                     del left[0]
-            self._db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+            try:
+                self._db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+            except sqlite3.Error as error:
+                if not is_full(error):  # else the rows are gone, and a later drop gives back their pages
+                    raise
         return left
 
     def close(self) -> None:

@@ -17,22 +17,24 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 CLOSED_S = 7 * 86400.0
 """Seconds for which a last state is kept: a week, so that it outlasts a weekend."""
 CLOSED_BYTES = 256 << 20
-"""Most bytes on disk of all last states, outside the budget of snapshots; the oldest are dropped first."""
+"""Most bytes of all last states, outside the budget of snapshots; the oldest are dropped first."""
 CLOSED_RUNS = 1000
 
 
 class ClosedRuns:
-    """Index of the kept states. `found`: those in the database at the start; `wall`: seconds since the Unix epoch."""
+    """Index of the kept states. `found`: those in the database at the start; `wall`: seconds since the Unix epoch;
+    `limit`: most bytes of all, if less than CLOSED_BYTES."""
 
-    def __init__(self, found: Iterable[ClosedRun], wall: Callable[[], float]) -> None:
+    def __init__(self, found: Iterable[ClosedRun], wall: Callable[[], float], limit: int = CLOSED_BYTES) -> None:
+        self._limit = min(limit, CLOSED_BYTES)
         self._kept = {one.run: one for one in found}
         self._wall = wall
 
     def superfluous(self, new: ClosedRun) -> list[str] | None:
         """Return the runs whose states must go, for `new` or for age; None if `new` alone is too large to be kept."""
-        if new.size > CLOSED_BYTES:
+        if new.size > self._limit:
             return None
-        dropped, free_bytes, free_runs = [], CLOSED_BYTES - new.size, CLOSED_RUNS - 1
+        dropped, free_bytes, free_runs = [], self._limit - new.size, CLOSED_RUNS - 1
         for one in sorted(self._kept.values(), key=lambda one: one.wall_s, reverse=True):
             if one.run == new.run:
                 continue

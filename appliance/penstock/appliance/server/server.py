@@ -23,7 +23,7 @@ from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.journal.journal import Journal, StateDir
 from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.appliance.journal.snapshot_store import Store
-from penstock.appliance.limits import MEMORY_BUDGET, Limits
+from penstock.appliance.limits import Limits, default_budget
 from penstock.appliance.server.queue_probe import QueueProbe
 from penstock.appliance.server.service import Service
 from penstock.appliance.server.topic_signals import TopicSignals
@@ -89,8 +89,7 @@ async def serve(
     own_process = stop is None
     stop = stop or asyncio.Event()
     in_memory = os.fspath(state_dir) == IN_MEMORY
-    if limits is None:
-        limits = replace(Limits(), budget=MEMORY_BUDGET) if in_memory else Limits()
+    limits = limits or Limits(budget=0)
     with contextlib.ExitStack() as closing:
         if own_process:
             require("the coordinator", "coordinator")
@@ -112,12 +111,15 @@ async def serve(
         if not in_memory:
             directory = StateDir(Path(state_dir))
             closing.callback(directory.close)
+        if not limits.budget:
+            limits = replace(limits, budget=default_budget(directory.path if directory is not None else None))
         journal = Journal(directory)
         closing.callback(journal.close)
         store = Store(directory)
         closing.callback(store.close)
         snapshot_index = SnapshotIndex(limits.budget)
         snapshot_index.load(*store.index(), time.monotonic())
+        store.reserve()
         signals = TopicSignals()
         state_machine = StateMachine(
             journal,

@@ -29,7 +29,13 @@ from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.core.state_query import BoxState, StateQuery
 from penstock.appliance.journal.journal import GroupCommit
 from penstock.appliance.journal.snapshot_index import Drop, DropBlob, DropSnapshot, SlotKey
-from penstock.appliance.journal.snapshot_store import ClosedRun, InflowBudget, SnapshotWriter, Store
+from penstock.appliance.journal.snapshot_store import (
+    ClosedRun,
+    DiskFullError,
+    InflowBudget,
+    SnapshotWriter,
+    Store,
+)
 from penstock.appliance.server.closed_runs import ClosedRuns, boxes_of, parts_of
 from penstock.appliance.server.mixture_calls import MixtureCalls
 from penstock.appliance.server.rate_limits import RateLimiter, address_of
@@ -53,6 +59,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
 from penstock.runtime.telemetry.counters import CallCounters, Histogram
+from penstock.runtime.telemetry.logs import RepeatedWarnings
 
 log = logging.getLogger("penstock.appliance")
 
@@ -66,6 +73,7 @@ WATCHES_MAX = 4
 """Most long polls held for one box or worker; the oldest is then answered, whose connection is lost."""
 QUERIES_OF_TOKEN_MAX = 1024
 """Most open state queries of one credential token, over all runs."""
+DISK_ERROR_EVERY_S = 60.0
 REPORT_S = 2.0
 """Longest wait in seconds for a box's position, before its history is sent."""
 
@@ -131,7 +139,8 @@ class Service(CoordinatorServicer):
         self._closing = False
         self._fetches = RecentQueries(time.monotonic, self._wall)
         self._mixtures = MixtureCalls(state_machine, signals.on, self._complete)
-        self._closed = ClosedRuns(store.closed(), self._wall)
+        self._closed = ClosedRuns(store.closed(), self._wall, self._snapshot_index.budget // 2)
+        self._disk_errors = RepeatedWarnings(log, every_s=DISK_ERROR_EVERY_S, level=logging.ERROR)
         self._status_task: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
         """URL; "" if none is served."""
@@ -155,7 +164,7 @@ class Service(CoordinatorServicer):
                     drops, self._drops = self._drops, []
                     self._disk.drop(drops, self._not_dropped)
             except JournalError as error:
-                log.error("%s", error)  # e.g. a full disk; no call was acknowledged, and the next tick tries again
+                self._log_disk(error)  # no call was acknowledged, and the next tick tries again
 
     async def _keep_closed(self) -> None:
         """Write the last fetched state of each run that has ended since the last call."""
@@ -173,8 +182,12 @@ class Service(CoordinatorServicer):
             else:
                 self._closed.add(one, gone)
 
+    def _log_disk(self, error: Exception) -> None:
+        """Log an error of the disk, which is often the same in each tick, once a minute."""
+        self._disk_errors.warning("disk", str(error))
+
     def _not_dropped(self, drops: list[Drop], error: Exception) -> None:
-        log.error("%s", error)
+        self._log_disk(error)
         self._drops += drops  # the next tick tries again
 
     def _spare(self, drop: Drop) -> None:
@@ -396,7 +409,10 @@ class Service(CoordinatorServicer):
                     data = await coming.whole(first.data, header.size)
                     self._state_machine.slot_of_generation(key, header.generation)
                     self._spare(DropSnapshot(key, header.total, header.epoch))
-                    await self._disk.put_snapshot(header, data)
+                    try:
+                        await self._disk.put_snapshot(header, data)
+                    except DiskFullError as error:
+                        return pb.PutSnapshotReply(refused=error.message, free_bytes=self._snapshot_index.free)
             self._state_machine.snapshot_stored(header)
             return pb.PutSnapshotReply(free_bytes=self._snapshot_index.free)
 

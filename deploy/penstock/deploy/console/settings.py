@@ -155,8 +155,8 @@ class CoordinatorSettings(TlsFiles, _Logging):
     )
     budget: Annotated[str, AfterValidator(_store_size), Unit("SIZE")] = Field(
         "",
-        description="Size limit of snapshots, states and large arguments, such as 8GiB (default: 4GiB; in memory "
-        "512MiB).",
+        description="Size limit of snapshots, states and large arguments, such as 8GiB (default: 4GiB, or 40% of a "
+        "smaller disk; in memory 512MiB).",
     )
     balance_after: Seconds = Field(
         30.0,

@@ -8,7 +8,6 @@ import faulthandler
 import logging
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def run_coordinator(
     parent_pid: int | None = None,
 ) -> None:
     """Run a coordinator until SIGTERM or SIGINT; with `parent_pid` until that process ends or asks for it."""
-    from penstock.appliance.limits import MEMORY_BUDGET, Limits
+    from penstock.appliance.limits import Limits
     from penstock.appliance.server.server import serve
 
     settings = resolve(CoordinatorSettings, **flags)
@@ -45,12 +44,11 @@ def run_coordinator(
     _log.info("coordinator %s: %s", VERSION, describe(settings, **flags))
     tokens = coordinator_tokens(token_file, None if in_memory else settings.state_dir)
     limits = Limits(
-        worker_lease_s=settings.lease, client_lease_s=settings.client_lease, balance_after_s=settings.balance_after
+        worker_lease_s=settings.lease,
+        client_lease_s=settings.client_lease,
+        balance_after_s=settings.balance_after,
+        budget=bytes_of(settings.budget),
     )
-    if in_memory:
-        limits = replace(limits, budget=MEMORY_BUDGET)
-    if settings.budget:
-        limits = replace(limits, budget=bytes_of(settings.budget))
 
     def ready(address: str) -> None:
         _log.info("listening on %s", address)

@@ -67,29 +67,35 @@ def _cut(text: str, longest: int = LONGEST) -> str:
 
 
 class RepeatedWarnings:
-    """Rate limit for warnings that unauthenticated peers can cause: in EVERY_S seconds one for each source, AT_ONCE in
-    all. Each is shortened, and says how many before it were left out."""
+    """Rate limit for warnings that come again and again, perhaps from unauthenticated peers: in `every_s` seconds one
+    for each source, AT_ONCE in all. Each is shortened, and says how many before it were left out."""
 
-    EVERY_S = 10.0
     AT_ONCE = 20
     LONGEST = 400
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._logger = logger
+    def __init__(
+        self,
+        logger: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        every_s: float = 10.0,
+        level: int = logging.WARNING,
+    ) -> None:
+        self._logger, self._every_s, self._level = logger, every_s, level
         self._clock = clock
         self._logged: dict[str, float] = {}
         self._left_out = 0
 
     def warning(self, source: str, message: str) -> None:
         now = self._clock()
-        self._logged = {known: at for known, at in self._logged.items() if now - at < self.EVERY_S}
+        self._logged = {known: at for known, at in self._logged.items() if now - at < self._every_s}
         if source in self._logged or len(self._logged) >= self.AT_ONCE:
             self._left_out += 1
             return
         self._logged[source] = now
         more = f" ({self._left_out} similar warnings before this one were left out)" if self._left_out else ""
         self._left_out = 0
-        self._logger.warning("%s%s", _cut(message, self.LONGEST), more)
+        self._logger.log(self._level, "%s%s", _cut(message, self.LONGEST), more)
 
 
 class OneLine(logging.Formatter):
