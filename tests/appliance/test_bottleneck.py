@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from penstock.appliance.core.bottleneck import find
 from penstock.appliance.core.entities import Box, BoxPresence, Slot, Worker
 from penstock.appliance.core.gauges import BoxWaits, SlotGauge
@@ -37,11 +39,22 @@ def slot(
     return Measured(key, 1, pb.SlotPhase.Value(phase), worker, recovery=behind, gauge=gauge, **changes)
 
 
-def box(slots: Sequence[Measured], number: int = 0, span_s: float = 20.0) -> Box:
+def box(
+    slots: Sequence[Measured],
+    number: int = 0,
+    span_s: float = 20.0,
+    *,
+    waiting_for: int = 0,
+    still_s: float = 0.0,
+    step_s: float = 1.0,
+) -> Box:
+    """`waiting_for`: 1 + the slot for which the loop waits now; `still_s`: since its last step."""
     seconds = [slot.wait_share * span_s for slot in slots]
-    waits = BoxWaits(span_s, seconds, [slot.late * slot.wait_share * span_s for slot in slots])
+    late = [slot.late * slot.wait_share * span_s for slot in slots]
+    waits = BoxWaits(span_s, still_s, step_s, _seconds=seconds, _late=late)
     opening, start = pb.OpenRunRequest(host_id="here"), Position.start(len(slots))
-    return Box(number, "", opening, start, BoxPresence.LIVE, 0.0, 0, slots=list(slots), waits=waits)
+    known = {"slots": list(slots), "waits": waits, "waiting_for": waiting_for}
+    return Box(number, "", opening, start, BoxPresence.LIVE, 0.0, 0, **known)  # type: ignore[arg-type]
 
 
 def found(*boxes: Box) -> pb.Bottleneck:
@@ -95,7 +108,7 @@ def test_ready_batches_waited_for_arrive_late() -> None:
     late = slot(0, wait_share=0.4, mean_queued=6.0, late=0.9, remote=True)
     assert found(box([late, slot(1)])).kind == "network"
     here = slot(0, wait_share=0.4, mean_queued=6.0, late=0.9, remote=False)  # no network lies between
-    assert found(box([here, slot(1)])).kind == "straggler"
+    assert found(box([here, slot(1)])).kind == "loop"
 
 
 def test_box_that_waits_most_decides() -> None:
@@ -113,6 +126,38 @@ def test_slot_without_worker_or_with_new_runner() -> None:
     assert "whose new runner on worker w0 is still starting" in moved.text
     assert found(box([slot(0, wait_share=0.5, behind=True), slot(1, mean_queued=9.0)])).kind == "recovering"
     assert found(box([slot(0, wait_share=0.5, phase="FAILED"), slot(1)])).kind == "recovering"
+
+
+def test_waits_of_a_start_or_a_recovery_are_over_once_batches_are_ready() -> None:
+    """They count for a minute: it was "Too few workers", with all slots busy, while 22 batches were ready at each."""
+    finding = found(box([slot(0, mean_queued=22.0), slot(1, wait_share=0.3, mean_queued=22.0, restarts=1)]))
+    assert (finding.kind, finding.input_bound) == ("loop", False)
+    assert "waited for data 30% of the last minute, most for slot 1, where 22.0 batches are ready" in finding.text
+
+
+DOING = "in next() of batch 17 since 12:03:41 UTC by the worker's clock"
+
+
+@pytest.mark.parametrize("span_s", [0.0, 20.0])
+def test_runner_that_is_long_in_a_call_is_stalled(span_s: float) -> None:
+    """It was too few workers, or starting, while its worker knew the batch."""
+    stalled = slot(0, wait_share=0.9, mean_queued=0.0, doing=DOING, phase="READY" if span_s else "STARTING")
+    finding = found(box([stalled], span_s=span_s, waiting_for=1, still_s=61.0))
+    assert (finding.kind, finding.input_bound, finding.slot, finding.worker) == ("stalled", True, 0, "w0")
+    assert f"box 0 waits since 61 s for slot 0, whose runner on worker w0 is {DOING}." in finding.text
+    assert found(box([stalled, slot(1)], span_s=20.0)).kind != "stalled", "nobody waits for it yet"
+
+
+def test_loop_that_stands_still_is_stalled_before_its_worker_says_so() -> None:
+    def kind(still_s: float, step_s: float, **changes: Any) -> str:
+        return found(box([slot(0, wait_share=0.9, **changes)], waiting_for=1, still_s=still_s, step_s=step_s)).kind
+
+    assert kind(11.0, 1.0, mean_queued=0.0) == "stalled"
+    assert kind(9.0, 1.0, mean_queued=0.0) == "workers"
+    assert kind(40.0, 20.0, mean_queued=0.0) == "workers", "its batches usually take as long"
+    assert kind(61.0, 20.0, mean_queued=0.0) == "stalled"
+    assert kind(61.0, 1.0, mean_queued=0.0, phase="STARTING", restarts=1) == "recovering"
+    assert kind(61.0, 1.0, mean_queued=0.0, phase="WAITING") == "unplaced"
 
 
 def test_a_run_that_has_just_begun_is_not_judged() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,14 @@ def test_old_waits_fade() -> None:
 def test_waits_while_batches_lay_ready_are_known() -> None:
     waits = told(BoxWaits(), (100, [0.0, 0.0]), (101, [0.5, 0.1]), queued=(7, 1))
     assert (waits.late(0), waits.late(1)) == (1.0, 0.0)
+
+
+def test_time_since_the_last_step_is_known() -> None:
+    waits = told(BoxWaits(), (100, [0.0, 0.0]), (103, [3.0, 0.0]))
+    assert (waits.still_s, waits.step_s) == (3.0, 0.0)
+    waits.report(104, [3.5, 0.0], (0, 0), begun=True, stepped=True)
+    told(waits, (106, [5.5, 0.0]))
+    assert (waits.still_s, waits.step_s) == (2.0, 4.0)
 
 
 class Clock:
@@ -194,6 +203,8 @@ def test_lost_worker_is_a_fault_and_slots_recover() -> None:
         report.produced = 3
     second.heartbeat(*reports)
     assert kinds(world)[4:] == [("worker joined", 1), ("slot recovered", 1), ("slot recovered", 1)]
+    told = r"recovered \d+\.\d s after this: worker first has not reported for 3\.\d s"
+    assert all(re.fullmatch(told, slot.note) for slot in box.watch().slots), "it reads as if it were silent still"
     (run,) = world.status().runs
     assert run.recoveries == 2
     world.run_for(20, [second])

@@ -16,7 +16,7 @@ from cluster import TOKEN, Cluster, running
 from fake_cluster import FakeCluster, limited
 
 from penstock.appliance.core import views
-from penstock.appliance.core.entities import AttemptState
+from penstock.appliance.core.run_end import EndedBy
 from penstock.appliance.limits import MIB
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
 from penstock.proto.rpc.bounds import message_bounds
@@ -239,7 +239,7 @@ def test_a_worker_can_always_be_answered() -> None:
     other = world.worker("other", 8)
     worker.heartbeat()
     assert len(other.heartbeat().assignments) == 8, "the rest waits for other workers"
-    world.state_machine.attempts.end(world.state_machine.cluster.open_attempts()[0], AttemptState.ENDED, "over")
+    world.state_machine.attempts.end(world.state_machine.cluster.open_attempts()[0], EndedBy.OPERATOR, "over")
     for _ in range(4):
         worker.heartbeat()
     assert len(worker.heartbeat().assignments) == placed, "what has ended makes room"

@@ -17,6 +17,7 @@ from penstock.appliance.journal.journal import Journal, StateDir
 from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.appliance.limits import Limits
 from penstock.proto.errors import PenstockError
+from penstock.proto.rpc.channel import detail_of
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -214,9 +215,11 @@ class FakeBox:
     def phases(self) -> list[str]:
         return [pb.SlotPhase.Name(slot.phase) for slot in self.watch().slots]
 
-    def close(self, *, forget: bool = False) -> None:
+    def close(self, error: PenstockError | None = None, *, finished: bool = False, forget: bool = False) -> None:
         request = pb.CloseRunRequest(run=self.reply.run, attempt=self.reply.attempt, box=self.request.box)
-        request.client_id, request.forget = self.request.client_id, forget
+        request.client_id, request.forget, request.finished = self.request.client_id, forget, finished
+        if error is not None:
+            request.error.CopyFrom(detail_of(error))
         self.world.state_machine.attempts.close_run(request)
 
     def refused(self) -> PenstockError:

@@ -108,7 +108,7 @@ def test_by_default_the_run_fails_and_names_it(appliance: Appliance) -> None:
     with (
         beside(appliance, num_workers_per_box=2) as failing,
         recorded() as told,
-        pytest.raises(errors.WorkerLostError, match=r"batch 5 of box 0 slot 0 \(step 9\)") as caught,
+        pytest.raises(errors.PoisonBatchError, match=r"batch 5 of box 0 slot 0 \(step 9\)") as caught,
     ):
         stream(failing, DataLoader(hazards.poisoned, "torch", [17]))
     assert len([text for text in told if "SIGSEGV after batch 4, in next" in text]) >= 3

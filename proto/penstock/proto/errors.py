@@ -230,6 +230,10 @@ class WorkerLostError(PenstockError):
     recovered."""
 
 
+class PoisonBatchError(WorkerLostError):
+    """Error for a batch that killed its runner each time, so that it is quarantined. The message names the batch."""
+
+
 class LaneClosedError(PenstockError):
     """Error for the use of a connection (lane, channel) that this side has closed."""
 
@@ -283,7 +287,14 @@ _BY_STATUS: dict[str, tuple[type[PenstockError], ...]] = {
         VersionSkewError,
         TlsError,
     ),
-    "UNAVAILABLE": (PortTakenError, ShardUnavailableError, CoordinatorUnavailableError, WorkerLostError, LaneLostError),
+    "UNAVAILABLE": (
+        PortTakenError,
+        ShardUnavailableError,
+        CoordinatorUnavailableError,
+        WorkerLostError,
+        PoisonBatchError,
+        LaneLostError,
+    ),
     "INTERNAL": (JournalError,),
     "RESOURCE_EXHAUSTED": (BatchTooLargeError, MemoryLimitError, OverloadedError),
     "DATA_LOSS": (BatchCorruptError, ShardCorruptError, StateCorruptError, ReplayMismatchError, CheckpointCorruptError),

@@ -28,20 +28,23 @@ from penstock.appliance.core.entities import (
 from penstock.appliance.core.leases import LEASE_MAX_S, PromisedLease
 from penstock.appliance.core.placement import SLOTS_AT_ONCE, UNREACHABLE_AGAIN_S, UNREACHABLE_S, Placement
 from penstock.appliance.core.request_checks import check_name, check_progress
+from penstock.appliance.core.run_end import EndedBy
 from penstock.appliance.journal.journal import TABLES
 from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.errors import BoxTakenError, InvalidArgumentError, SupersededError, UnknownRunError
 from penstock.proto.rpc.bounds.message_bounds import owned
-from penstock.proto.rpc.channel import VERSION
+from penstock.proto.rpc.channel import VERSION, detail_of, error_of
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
 
 PAST_ATTEMPTS = 16
 """Number of a run's earlier attempts that are remembered, so that their late calls are refused."""
 LINGER_S = 60.0
 """Seconds that a closed box keeps its workers for other boxes: a rank that saves last needs the states of all boxes."""
 ABANDONED_S = 3600.0
-"""Seconds after which an attempt without a live box is closed. Until then its boxes may come back."""
+"""Seconds after which an attempt without a live box is closed; LINGER_S if a box of it has failed. Until then its boxes
+may come back."""
 ABANDONED_MAX = 1 << 19
 """Largest number of epochs that a box may abandon by `break` in one attempt."""
 UNREACHABLE_MAX = 8
@@ -112,7 +115,7 @@ class Attempts:
         number = run.attempt + 1
         if run.current is not None:
             why = f"attempt {run.current.number} of run {name} was superseded by attempt {number}, opened by {opener}"
-            self.end(run.current, AttemptState.SUPERSEDED, why)
+            self.end(run.current, EndedBy.NEWER_ATTEMPT, why)
         run.seed, run.attempt = seed, number
         run.num_boxes, run.num_workers = request.num_boxes, request.num_workers_per_box
         run.current = Attempt(
@@ -247,7 +250,7 @@ class Attempts:
             self._cluster.touch(attempt, box)
         attempt.set_ended(box, request.epoch_ended)
         box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
-        box.note_waits(now, request.waited_by_slot_s)
+        box.note_waits(now, request.waited_by_slot_s, delivered.step)
         if request.sources:
             box.imbalance = request.imbalance
             box.sources = {count.source: owned(count) for count in request.sources}
@@ -301,9 +304,12 @@ class Attempts:
             return
         if request.HasField("progress"):
             self.report_box(request.progress)
+        box.error, box.finished = _shortened(request), request.finished
         attempt.set_presence(box, BoxPresence.CLOSED)
         attempt.set_ended(box, True)
         if attempt.live:
+            if box.error is not None:  # the boxes that go on cannot bring the launch to its end without this one
+                cluster.decide_end(attempt, EndedBy.BOXES, box.error.message)
             box.lingers_until = cluster.clock() + LINGER_S
             for slot in box.slots:
                 self._placement.waiting.pop(slot.key, None)
@@ -311,7 +317,7 @@ class Attempts:
             cluster.save_history(attempt, box)
             cluster.touch(attempt, box)
         else:
-            self.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")
+            self.end(attempt, EndedBy.BOXES, f"attempt {attempt.number} of run {attempt.run} was closed")
             if request.forget:
                 for table in TABLES:
                     cluster.journal.drop(table, run=attempt.run)
@@ -327,16 +333,17 @@ class Attempts:
             reply.runs.add(run=run.name, attempt=run.attempt, was_open=attempt is not None)
             if attempt is not None:
                 why = f"attempt {attempt.number} of run {run.name} was ended by an operator (`penstock run close`)"
-                self.end(attempt, AttemptState.ENDED, why)
+                self.end(attempt, EndedBy.OPERATOR, why)
         self._settle()
         return reply
 
-    def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
+    def end(self, attempt: Attempt, by: EndedBy, why: str) -> None:
         """End the attempt, and take its slots from their workers; its calls are refused with the reason `why`."""
         cluster = self._cluster
         run = cluster.runs[attempt.run]
+        cluster.decide_end(attempt, by, why)
+        state = AttemptState.SUPERSEDED if by is EndedBy.NEWER_ATTEMPT else AttemptState.ENDED
         attempt.state, attempt.why = state, why
-        cluster.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
         run.current = None
         boxes = attempt.boxes.values()
         for box in boxes:
@@ -395,9 +402,10 @@ class Attempts:
             live_boxes += len(attempt.live)
             if attempt.live:
                 attempt.last_live = now
-            elif now - attempt.last_live > ABANDONED_S:
-                why = f"no box of attempt {attempt.number} of run {attempt.run} has reported for {ABANDONED_S:g} s"
-                self.end(attempt, AttemptState.ENDED, why)
+            elif now - attempt.last_live > (LINGER_S if self._cluster.runs[attempt.run].is_decided else ABANDONED_S):
+                silent_s = now - attempt.last_live
+                why = f"no box of attempt {attempt.number} of run {attempt.run} has reported for {silent_s:.0f} s"
+                self.end(attempt, EndedBy.SILENCE, why)
         self._cluster.live_boxes = live_boxes
 
     def _vacate(self, attempt: Attempt, box: Box, presence: BoxPresence, note: str) -> int:
@@ -413,3 +421,12 @@ class Attempts:
         cluster.save_box(attempt, box)
         cluster.bump_box(attempt, box)
         return len(box.slots)
+
+
+def _shortened(request: pb.CloseRunRequest) -> records_pb2.ErrorDetail | None:
+    """Return the error with which the box closes, without its traceback, which the training job has."""
+    if not request.HasField("error"):
+        return None
+    error = detail_of(error_of(request.error))
+    error.ClearField("remote_traceback")
+    return error

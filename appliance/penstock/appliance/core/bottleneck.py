@@ -1,11 +1,13 @@
-"""Bottleneck of a run: the training loop, one worker, too few workers, or the network between loop and workers.
+"""Bottleneck of a run: the training loop, one worker, too few workers, a stalled runner, or the network between loop
+and workers.
 
 A loop that seldom waits is the bottleneck itself. Waits alone could suggest the wrong slot, because the loop takes the
 slots in turn: if all are equally slow, it waits for one, and the others make their batches meanwhile. So a slot is the
 bottleneck only if it causes at least half of the waiting, at least half of the other slots have batches ready
 meanwhile, and it takes at least 1.5 times as long for a batch (ready batches alone prove nothing: over time any small
 difference fills a ring). Otherwise there are too few slots, or input_fn is too slow. If the slot is on another host and
-has batches ready itself, they arrive late: the bottleneck is the network.
+has batches ready itself, they arrive late: the bottleneck is the network. If it is on this host and has batches ready,
+its waits are over: those of a start or a recovery count for a minute.
 
 Collectives keep the boxes in step, so the run is as fast as the box that waits most. Pure: entities are read, never
 changed.
@@ -26,6 +28,8 @@ LEAST_S = 3.0
 """Shortest time in seconds over which waits are measured before a bottleneck is reported."""
 MIN_BLAME = 0.5
 """Smallest share of a box's waiting that a straggler causes, or that happens while batches are ready (network)."""
+STALLED_S, STALLED_FACTOR = 10.0, 3.0
+"""A loop that waits for one batch is stalled after so many seconds, and so many times its last interval of steps."""
 STRAGGLER_FACTOR = 1.5
 """Smallest ratio of a straggler's time per batch to that of the other slots."""
 
@@ -35,7 +39,8 @@ def _of_box(
 ) -> pb.Bottleneck:
     """Return a bottleneck. `kind`: starting (first batches are made, or too little is measured), loop, straggler (one
     slot or worker), network (batches arrive late), workers (too few slots, or a slow input_fn), unplaced (no free
-    capacity), recovering (a slot's new runner starts or replays, or the slot has failed)."""
+    capacity), recovering (a slot's new runner starts or replays, or the slot has failed), stalled (one batch takes far
+    longer than those before, or than the runner's worker expects)."""
     bound, share = kind not in ("starting", "loop"), 0.0 if kind == "starting" and slot is None else box.waits.share
     return pb.Bottleneck(
         kind=kind, text=text, input_bound=bound, wait_share=share, box=box.number, slot=slot, worker=worker, blame=blame
@@ -47,6 +52,7 @@ def find(boxes: Iterable[Box], workers: Mapping[str, Worker], busy_cores: int = 
     workers' machines if the slots keep all busy; else 0."""
     boxes = list(boxes)
     stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
+    stuck = stuck or next((found for box in boxes if (found := _stalled(box)) is not None), None)
     if stuck is not None or not boxes:
         return stuck
     worst = max(boxes, key=lambda box: (box.waits.span_s >= LEAST_S, box.waits.share))
@@ -61,8 +67,8 @@ def find(boxes: Iterable[Box], workers: Mapping[str, Worker], busy_cores: int = 
         )
         return _of_box(worst, "loop", text)
     waits = f"Input-bound: box {worst.number} waits for data {percent(share)} of its time"
-    alone = _of_phase(worst, top, waits) or _late(worst, top, waits, workers) or _straggler(worst, top, waits)
-    return alone or _few(worst, waits, busy_cores)
+    alone = _of_phase(worst, top, waits) or _late(worst, top, waits, workers) or _over(worst, top)
+    return alone or _straggler(worst, top, waits) or _few(worst, waits, busy_cores)
 
 
 def _unplaced(box: Box) -> pb.Bottleneck | None:
@@ -75,6 +81,21 @@ def _unplaced(box: Box) -> pb.Bottleneck | None:
         "workers with more slots."
     )
     return _of_box(box, "unplaced", text, slot.key.slot)
+
+
+def _stalled(box: Box) -> pb.Bottleneck | None:
+    """Return a bottleneck if the loop waits for a runner that is long in one call, or far longer than usual."""
+    if not 0 < box.waiting_for <= len(box.slots):
+        return None
+    slot, still_s = box.slots[box.waiting_for - 1], box.waits.still_s
+    unusual = still_s > max(STALLED_S, STALLED_FACTOR * box.waits.step_s)
+    works = slot.phase == pb.READY and not slot.gauge.queued and not (slot.gauge.behind and slot.recovery)
+    if not slot.doing and not (unusual and works):
+        return None
+    doing = f"is {slot.doing}" if slot.doing else "makes no batch. The slot's note names the call if that lasts"
+    waited = f"waits since {still_s:.0f} s" if still_s else "waits"
+    text = f"Stalled: box {box.number} {waited} for slot {slot.key.slot}, whose runner on worker {slot.worker} {doing}."
+    return _of_box(box, "stalled", text, slot.key.slot, slot.worker, 1.0)
 
 
 def _beginning(boxes: Sequence[Box]) -> str:
@@ -115,6 +136,18 @@ def _late(box: Box, top: Slot, waits: str, workers: Mapping[str, Worker]) -> pb.
         f"there on average: they arrive late from worker {top.worker}. Check the network to that machine, and its load."
     )
     return _of_box(box, "network", text, number, top.worker, blame)
+
+
+def _over(box: Box, top: Slot) -> pb.Bottleneck | None:
+    """Return a bottleneck if the slot that the loop waited for most has batches ready now."""
+    if top.gauge.mean_queued < AHEAD:
+        return None
+    text = (
+        f"Not input-bound any more: box {box.number} waited for data {percent(box.waits.share)} of the last minute, "
+        f"most for slot {top.key.slot}, where {top.gauge.mean_queued:.1f} batches are ready on average now. The "
+        "training loop sets the speed."
+    )
+    return _of_box(box, "loop", text)
 
 
 def _straggler(box: Box, top: Slot, waits: str) -> pb.Bottleneck | None:

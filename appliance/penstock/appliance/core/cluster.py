@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +11,16 @@ from penstock.appliance.core.entities import Attempt, AttemptState, Box, Run, Sl
 from penstock.appliance.core.free_capacity import FreeCapacity
 from penstock.appliance.core.leases import LeasePolicy, SnapshotShare
 from penstock.appliance.core.recent_events import RecentEvents
+from penstock.appliance.core.run_end import REASONS, EndedBy, decide
 from penstock.appliance.journal.journal import SLOT_FIELDS, Journal
 from penstock.appliance.journal.snapshot_index import SlotKey, SnapshotIndex
 from penstock.appliance.limits import Limits
 from penstock.proto.errors import SupersededError, UnknownRunError
 from penstock.proto.rpc.credentials.tickets import lane_key, make_ticket
 from penstock.proto.v1 import coordinator_pb2 as pb
+
+ENDS_MAX = 1024
+"""Most ends of runs that wait to be taken; the oldest are dropped."""
 
 Topic = tuple[str | int, ...]
 """Name of a thing whose change wakes waiting calls, such as ("worker", name) or ("box", run, attempt, box)."""
@@ -38,6 +42,11 @@ class ClusterState:
         self.journal, self.snapshot_index, self.limits = journal, snapshot_index, limits
         self.changed, self.clock, self.wall = changed, clock, wall
         self.events = RecentEvents(clock, wall)
+        self.run_ends = Counter(dict.fromkeys(REASONS, 0))
+        """Reason -> number of runs that have ended for it."""
+        self.workers_lost = 0
+        self.new_ends: deque[tuple[str, pb.RunEnd]] = deque(maxlen=ENDS_MAX)
+        """Ends of runs, by name, that the service has not taken yet."""
         self.runs: dict[str, Run] = {}
         self.workers: dict[str, Worker] = {}
         self.free_capacity = FreeCapacity(self.workers)
@@ -192,6 +201,18 @@ class ClusterState:
         return None if attempt is None or box is None else box_history.history_of(attempt, box, self.snapshot_index)
 
     # -------------------------------------------------------------------------------------------------- events
+
+    def decide_end(self, attempt: Attempt, by: EndedBy, why: str) -> None:
+        """Decide how the attempt ends, and tell it, unless that is decided already."""
+        run = self.runs[attempt.run]
+        if run.is_decided:
+            return
+        run.end = end = decide(attempt, by, why, self.wall())
+        self.journal.put("ends", {"run": run.name, "end": end.SerializeToString()})
+        self.run_ends[end.reason] += 1
+        self.new_ends.append((run.name, end))
+        text = f"{end.reason}, after step {end.step}: {end.text}"
+        self.events.add("run ended", text, run=run.name, fault=end.fault, attempt=attempt.number)
 
     def add_slot_event(self, kind: str, text: str, slot: Slot, worker: str) -> None:
         numbers = {name: value for name, value in slot.key._asdict().items() if name != "run"}

@@ -230,6 +230,10 @@ class Box:
     """Cost of the most expensive box's batch, divided by the mean over all boxes; 0 = not measured."""
     unreachable: dict[str, float] = field(default_factory=dict)
     """Worker -> monotonic time when the box last reported that it cannot reach it."""
+    error: records_pb2.ErrorDetail | None = None
+    """Error with which the box has closed."""
+    finished: bool | None = None
+    """True if the box has closed after its loop's end; None while it is open, and if it closed before a restart."""
     lingers_until: float = 0.0
     """Monotonic time until which a closed box keeps its workers for other boxes' queries; 0 = keeps none."""
     history: deque[Position] = field(default_factory=deque)
@@ -293,11 +297,11 @@ class Box:
         else:
             self.rate_steps += steps
 
-    def note_waits(self, now: float, by_slot_s: Sequence[float]) -> None:
-        """Record the seconds that the loop has waited for each slot; older clients send an empty list."""
+    def note_waits(self, now: float, by_slot_s: Sequence[float], step: int) -> None:
+        """Record the seconds that the loop has waited for each slot, at this step; older clients send an empty list."""
         if len(by_slot_s) == len(self.slots):
-            begun = self.step > self.start.step
-            self.waits.report(now, by_slot_s, [slot.gauge.queued for slot in self.slots], begun=begun)
+            begun, queued = self.step > self.start.step, [slot.gauge.queued for slot in self.slots]
+            self.waits.report(now, by_slot_s, queued, begun=begun, stepped=step > self.step)
 
     def position_before(self, step: int) -> Position | None:
         """Return the newest known position from which the record of `step` (Penstock's part of a saved state) can be
@@ -490,8 +494,15 @@ class Run:
     past: dict[int, ClosedAttempt] = field(default_factory=dict)
     mixture_changes: list[records_pb2.MixtureChange] = field(default_factory=list)
     """Changes of the weights by `penstock mix`, oldest first."""
+    end: pb.RunEnd | None = None
+    """How the newest attempt whose end is decided has ended."""
     unused: bool = False
     """True if the run has delivered nothing and never resumed, so that it has no position to lose."""
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the end of the newest attempt is decided, although boxes that have not failed may be open."""
+        return self.end is not None and self.end.attempt == self.attempt
 
 
 def known_run(runs: Mapping[str, Run], name: str) -> Run:

@@ -52,20 +52,30 @@ class BoxWaits:
 
     span_s: float = 0.0
     """Seconds over which the waits were measured, which lose weight as the waits do."""
+    still_s: float = 0.0
+    """Seconds since the loop's last step, as reported; 0 before the first batch."""
+    step_s: float = 0.0
+    """Seconds between the last two reports of a step."""
     _seconds: list[float] = field(default_factory=list)
     _late: list[float] = field(default_factory=list)
     _reported: list[float] = field(default_factory=list)
     _at: float = 0.0
 
-    def report(self, now: float, waited: Sequence[float], queued: Sequence[int], *, begun: bool) -> None:
+    def report(
+        self, now: float, waited: Sequence[float], queued: Sequence[int], *, begun: bool, stepped: bool = False
+    ) -> None:
         """Record the seconds waited for each slot so far (a new executor counts from 0 again) and the ready batches of
-        each slot. `begun`: the loop has received its first batch."""
+        each slot. `begun`: the loop has received its first batch; `stepped`: it has made a step since the last report.
+        """
         known = begun and len(self._reported) == len(waited)
         before, self._reported = self._reported, list(waited) if begun else []
         span, self._at = now - self._at, now
         if not known:
             self._seconds, self._late, self.span_s = [0.0] * len(waited), [0.0] * len(waited), 0.0
             return
+        self.still_s += span
+        if stepped:
+            self.step_s, self.still_s = self.still_s, 0.0
         kept = 0.5 ** (span / HALF_S)
         self.span_s = kept * self.span_s + span
         for slot, (last, new) in enumerate(zip(before, waited, strict=True)):

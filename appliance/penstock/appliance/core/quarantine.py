@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.appliance.core.entities import Box, Slot, SlotLoss
-from penstock.proto.errors import WorkerLostError
+from penstock.proto.errors import PoisonBatchError, WorkerLostError
 from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
@@ -73,10 +73,10 @@ def loss_error(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: f
             f"delivered in between (after batch {losses[-1].delivered} of the slot). Remove the causes and start the "
             f"job again: {each}"
         )
-    else:
-        text = (
-            f"{name_of(box, slot, place)} of run {slot.key.run} is quarantined, because it killed its runner "
-            f'{len(losses)} times. Repair the data or code of that batch, or pass Appliance(poison="skip") to skip '
-            f"such batches. Causes of death: {each}"
-        )
-    return WorkerLostError(text, remote_traceback=slot.stack)
+        return WorkerLostError(text, remote_traceback=slot.stack)
+    text = (
+        f"{name_of(box, slot, place)} of run {slot.key.run} is quarantined, because it killed its runner "
+        f'{len(losses)} times. Repair the data or code of that batch, or pass Appliance(poison="skip") to skip '
+        f"such batches. Causes of death: {each}"
+    )
+    return PoisonBatchError(text, remote_traceback=slot.stack)

@@ -24,7 +24,7 @@ FAULTS = frozenset(
     ("worker lost", "slot lost", "slot failed", "batch quarantined", "box lost", "coordinator restarted")
 )
 """Kinds of events that are faults. Others: worker joined, drains, back, left; slot moved, migrated, recovered; box
-opened, back, closed; attempt superseded, ended; mixture changed, run restarted."""
+opened, back, closed; mixture changed, run restarted. "run ended" is a fault by its reason (run_end.py)."""
 
 
 class RecentEvents:
@@ -35,8 +35,11 @@ class RecentEvents:
         self._events: deque[tuple[float, pb.Event]] = deque(maxlen=MOST)
         """Events of status replies, each with the monotonic time of its first occurrence."""
 
-    def add(self, kind: str, text: str, *, run: str = "", worker: str = "", **place: int) -> None:
-        """Add and log an event, or count a repetition. `place`: numbers of attempt, box, slot, generation."""
+    def add(
+        self, kind: str, text: str, *, run: str = "", worker: str = "", fault: bool | None = None, **place: int
+    ) -> None:
+        """Add and log an event, or count a repetition. `fault`: whether it is one, if its kind does not say so;
+        `place`: numbers of attempt, box, slot, generation."""
         now = self._clock()
         text, run, worker = text[:_TEXT], run[:_TEXT], worker[:_TEXT]
         for at, known in islice(reversed(self._events), _LOOK_BACK):
@@ -44,7 +47,7 @@ class RecentEvents:
             if same and now - at <= TOGETHER_S:
                 known.count += 1
                 return
-        fault = kind in FAULTS
+        fault = kind in FAULTS if fault is None else fault
         event = pb.Event(kind=kind, fault=fault, wall_s=self._wall(), text=text, run=run, worker=worker, count=1)
         self._events.append((now, event))
         _log_event(event, place)

@@ -60,6 +60,8 @@ def _fill(
     for row in journal.rows("mixture_changes"):
         changes = cluster.runs[row["run"]].mixture_changes
         changes.insert(row["number"], records_pb2.MixtureChange.FromString(row["change"]))
+    for row in journal.rows("ends"):
+        cluster.runs[row["run"]].end = pb.RunEnd.FromString(row["end"])
     for row in journal.rows("unused"):
         cluster.runs[row["run"]].unused = True
     for row in journal.rows("attempts"):

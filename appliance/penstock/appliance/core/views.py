@@ -203,6 +203,7 @@ def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
         slots=[_slot_status(cluster, box, slot, now) for slot in box.slots],
         epoch_ended=box.epoch_ended,
         wait_share=box.waits.share,
+        closed=box.presence is BoxPresence.CLOSED,
     )
 
 
@@ -219,6 +220,7 @@ def fill_status(reply: pb.StatusReply, cluster: ClusterState, now: float, uptime
             num_boxes=run.num_boxes,
             num_workers_per_box=run.num_workers,
             open=run.current is not None,
+            end=run.end,
         )
         if run.current is not None:
             advice = demand.advise(run.current, cores)

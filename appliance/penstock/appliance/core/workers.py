@@ -183,6 +183,7 @@ class Workers:
             del cluster.workers[worker.name]
             note = f"worker {worker.name} has not reported for {now - worker.seen_at:.1f} s"
             if not worker.left:
+                cluster.workers_lost += 1
                 cluster.events.add("worker lost", note, worker=worker.name)
             self._placement.drop_worker(worker, note, now)
 
@@ -229,8 +230,11 @@ class Workers:
         slot.gauge.report(now, report.produced, max(report.delivered, box.total(slot.key.slot)))
         if slot.gauge.lost_at and not slot.gauge.behind:
             lost_at, slot.gauge.lost_at = slot.gauge.lost_at, 0.0
-            text = f"{slot} continues on worker {slot.worker}, {now - lost_at:.1f} s after it lost its runner"
+            took = f"{now - lost_at:.1f} s after"
+            text = f"{slot} continues on worker {slot.worker}, {took} it lost its runner"
             self._cluster.add_slot_event("slot recovered", text, slot, slot.worker)
+            slot.note = f"recovered {took} this: {slot.note}"
+            self._cluster.save_slot(slot)
 
     def _note_ready(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
         capabilities = owned(report.capabilities) if report.HasField("capabilities") else slot.capabilities

@@ -404,6 +404,8 @@ function draw(status) {
   }
   text(byId("ended"), status.ended);
   byId("ended").hidden = !status.ended;
+  byId("ends-of-runs").hidden = !status.ends.rows.length;
+  drawTable(byId("ends"), status.ends);
   byId("no-workers").hidden = Boolean(status.workers.rows.length);
   byId("workers").hidden = !status.workers.rows.length;
   drawTable(byId("workers"), status.workers);

@@ -56,6 +56,8 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "abandoned": (("run", "attempt", "box", "epoch"), ("step",)),
     # For `penstock replay` alone: see box_history.py. They stay when an attempt is over, as its rows in "boxes" do.
     "tracks": (("run", "attempt", "box"), ("over", "history")),
+    # How the newest attempt that has ended did so: see run_end.py.
+    "ends": (("run",), ("end",)),
     # Runs that have delivered nothing yet: see box_progress.py. An older release's run has no row, and counts as used.
     "unused": (("run",), ()),
     # Changes of the weights of a run's mixture, numbered from 0: see mixture_orders.py.

@@ -26,7 +26,7 @@ from penstock.proto.errors import DeadlineError, PortTakenError
 from penstock.proto.rpc.addresses import is_local
 from penstock.proto.rpc.tls import Renewing, Tls
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.runtime.telemetry.cluster_columns import BOXES, STATES, WORKERS, Columns, cells
+from penstock.runtime.telemetry.cluster_columns import BOXES, ENDS, STATES, WORKERS, Columns, cells
 from penstock.runtime.telemetry.cluster_view import BoxView, ClusterView, Finding, RunView, SlotView, as_dict, view
 from penstock.runtime.telemetry.counters import CallCounters
 from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate, topology
@@ -142,12 +142,14 @@ def serve_dashboard(
 
 MOST_BOXES = 100
 """Most boxes shown per run: those with the longest waits."""
+MOST_ENDS = 8
+"""Ended runs shown: the latest ones."""
 MOST_STATES = 6
 """Answered state queries shown per run: the latest ones."""
 STATE_CHARACTERS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 ALARM_CHARACTERS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
 """Alarm level -> the character before a finding's title."""
-STATE_COLOURS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
+STATE_COLOURS = {"live": "live", "done": "live", "epoch ended": "idle", "closed": "idle", "draining": "idle"}
 """State -> its colour; all others are drawn as lost."""
 BARS = ("slots used>", "waits>", "waited for>")
 """Columns drawn as bars. A final ">" marks a column of numbers."""
@@ -165,6 +167,7 @@ def dashboard(found: ClusterView) -> dict[str, Any]:
         "tiles": found.totals,
         "runs": [_run(run) for run in found.open_runs],
         "ended": f"{found.ended}." if found.ended else "",
+        "ends": _table(ENDS, tuple(ENDS), found.ends[:MOST_ENDS]),
         "workers": _table(WORKERS, tuple(WORKERS), found.workers),
         "events": [
             {"at": event.at, "fault": event.fault, "title": event.title, "what": event.what}
@@ -232,6 +235,8 @@ def _table(columns: Columns[Any], headings: Sequence[str], rows: Sequence[Any]) 
 def _cell(heading: str, text: str, row: Any) -> Cell:
     if heading in ("state", "result"):
         return {"text": text, "state": STATE_COLOURS.get(text, "lost")}
+    if heading == "reason":
+        return {"text": text, "state": "lost" if row.fault else "idle"}
     if heading == "at":
         return {"text": text, "at": row.at}
     if heading == "slots used>":

@@ -21,13 +21,16 @@ from penstock.runtime.web.prometheus import Collector, MetricReadings, metrics_r
 def readings(status: pb.StatusReply, counters: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
     """Return all metrics of the coordinator. `files`: its TLS files, whose expiry is exported."""
     found, shown = MetricReadings("coordinator"), view(status)
-    runs = Counter(run.state for run in shown.runs)
-    for phase in ("open", "closed"):
-        found.add("penstock_runs", runs[phase], phase=phase)
+    open_runs = len(shown.open_runs)
+    found.add("penstock_runs", open_runs, phase="open")
+    found.add("penstock_runs", len(shown.runs) - open_runs, phase="closed")
+    for reason, count in counters.run_ends.items():
+        found.add("penstock_runs_ended_total", count, reason=reason)
     for run in shown.open_runs:
         _read_run(found, run, counters)
     for phase in ("live", "draining", "lost"):
         found.add("penstock_workers", shown.workers_by_state[phase], phase=phase)
+    found.add("penstock_workers_lost_total", counters.workers_lost)
     found.add("penstock_workers_recommended", shown.recommended_workers)
     found.add("penstock_slots_capacity", sum(w.slots for w in shown.workers if w.state == "live"))
     found.add("penstock_slots_used", sum(w.slots_used for w in shown.workers))
@@ -35,6 +38,8 @@ def readings(status: pb.StatusReply, counters: CoordinatorCounters, files: Renew
     found.add("penstock_coordinator_certificate_expires_timestamp_seconds", files.expires_at if files else 0)
     found.add("penstock_coordinator_snapshot_bytes", counters.snapshot_bytes)
     found.add("penstock_coordinator_snapshot_limit_bytes", counters.snapshot_limit)
+    if counters.free_bytes is not None:
+        found.add("penstock_coordinator_disk_free_bytes", counters.free_bytes)
     found.add("penstock_coordinator_commit_seconds", counters.commits)
     for (method, code), count in sorted(counters.calls.answered.copy().items()):
         found.add("penstock_coordinator_calls_total", count, method=method, status=code)

@@ -24,6 +24,7 @@ from penstock.appliance.journal.journal import Journal, StateDir
 from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.appliance.journal.snapshot_store import Store
 from penstock.appliance.limits import Limits, default_budget
+from penstock.appliance.server.end_hook import EndHook, parsed
 from penstock.appliance.server.queue_probe import QueueProbe
 from penstock.appliance.server.service import Service
 from penstock.appliance.server.topic_signals import TopicSignals
@@ -63,6 +64,7 @@ async def serve(
     http: str = "",
     http_any_port: bool = False,
     http_on_demand: bool = False,
+    on_end: str = "",
 ) -> None:
     """Run a coordinator until it is stopped.
 
@@ -80,6 +82,7 @@ async def serve(
             or the parent.
         http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
         http_any_port: use a free port if that of `http` is in use.
+        on_end: command that gets the end of each run (end_hook.py); "" = none.
         http_on_demand: without `http`, start the dashboard on loopback once an operator asks for it (OpenDashboard).
 
     Raises JournalError, PortTakenError, InvalidArgumentError, AuthenticationError, TlsError before `ready` is called,
@@ -134,6 +137,9 @@ async def serve(
         probe = _queue_probe(limits, closing)
         service = Service(state_machine, store, signals, probe.unreceived_s if probe else lambda: 0.0)
         closing.callback(service.close)
+        hook = EndHook(parsed(on_end)) if on_end else None
+        if hook is not None:
+            service.on_end = hook.add
         calls = CallCounters()
         served: RunningServer | None = None
 
@@ -183,6 +189,9 @@ async def serve(
                 await ticker
             with contextlib.suppress(JournalError):  # the disk may be full; only `penstock replay` needs these rows
                 await service.save_histories()
+            if hook is not None:
+                service.tell_ends()
+                hook.close()
 
 
 @contextlib.contextmanager

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -103,6 +104,11 @@ class CoordinatorCounters:
     snapshot_limit: int
     boxes: dict[tuple[str, int], tuple[int, int]]
     """(run, box) -> the attempt's first step, and 1 + the slot for which the box waits (0 = none)."""
+    run_ends: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> number of runs that have ended for it."""
+    workers_lost: int = 0
+    free_bytes: int | None = None
+    """Free space of the state directory's filesystem; None if the cluster state is in memory."""
 
 
 class Service(CoordinatorServicer):
@@ -142,6 +148,8 @@ class Service(CoordinatorServicer):
         self._closed = ClosedRuns(store.closed(), self._wall, self._snapshot_index.budget // 2)
         self._disk_errors = RepeatedWarnings(log, every_s=DISK_ERROR_EVERY_S, level=logging.ERROR)
         self._status_task: asyncio.Task[pb.StatusReply] | None = None
+        self.on_end: Callable[[str, pb.RunEnd], None] = lambda run, end: None
+        """Called with a run's name and its end, once both are in the journal."""
         self.dashboard = ""
         """URL; "" if none is served."""
         self.open_dashboard: Callable[[], None] | None = None
@@ -158,6 +166,7 @@ class Service(CoordinatorServicer):
             try:
                 async with self._journal.synced():
                     self._state_machine.tick(self._unreceived_s())
+                self.tell_ends()
                 await self._keep_closed()
                 self._drops += self._snapshot_index.take_drops()
                 if self._drops and not self._disk.is_dropping:
@@ -165,6 +174,12 @@ class Service(CoordinatorServicer):
                     self._disk.drop(drops, self._not_dropped)
             except JournalError as error:
                 self._log_disk(error)  # no call was acknowledged, and the next tick tries again
+
+    def tell_ends(self) -> None:
+        """Tell the ends of runs since the last call."""
+        ends = self._state_machine.cluster.new_ends
+        while ends:
+            self.on_end(*ends.popleft())
 
     async def _keep_closed(self) -> None:
         """Write the last fetched state of each run that has ended since the last call."""
@@ -570,8 +585,16 @@ class Service(CoordinatorServicer):
             for attempt in cluster.open_attempts()
             for box in attempt.boxes.values()
         }
-        used, budget = self._snapshot_index.used, self._snapshot_index.budget
-        return CoordinatorCounters(calls, self._journal.seconds, used, budget, boxes)
+        return CoordinatorCounters(
+            calls=calls,
+            commits=self._journal.seconds,
+            snapshot_bytes=self._snapshot_index.used,
+            snapshot_limit=self._snapshot_index.budget,
+            free_bytes=None if cluster.journal.path is None else shutil.disk_usage(cluster.journal.path.parent).free,
+            run_ends=cluster.run_ends,
+            workers_lost=cluster.workers_lost,
+            boxes=boxes,
+        )
 
     def attempts(self) -> list[Attempt]:
         return self._state_machine.cluster.open_attempts()

@@ -124,7 +124,7 @@ class LoaderStream:
                 session.leave_epoch(ends_epoch=self._ends_epoch)
             self._holder, session.holder = weakref.ref(steps), steps.number
             session.reader.thread = threading.get_ident()
-            session.run.progress.epoch_ended = False
+            session.run.progress.epoch_ended = session.run.progress.finished = False
         finally:
             if begins:
                 session.beginning.release()
@@ -142,13 +142,15 @@ class LoaderStream:
                 "finish one loop before the next, or make a second DataLoader"
             )
 
-    def finish(self, *, left_early: bool, epoch_ended: bool) -> None:
+    def finish(self, *, left_early: bool, epoch_ended: bool, finished: bool) -> None:
         """Take the stream back after a loop has ended. `left_early`: by `break` or an exception, so that the next loop
-        begins the next epoch. `epoch_ended`: the loop was over one epoch, and took it to its end."""
+        begins the next epoch. `epoch_ended`: the loop was over one epoch, and took it to its end. `finished`: it took
+        all that it was to take."""
         self._holder = None
         session = self.session
         if session is None or session.run.closed:
             return
+        session.run.progress.finished = finished
         session.leave_due = left_early
         session.reader.flush()
         if epoch_ended:
@@ -318,6 +320,8 @@ class Steps(Iterator[Any]):
             raise
         except PenstockError as error:
             self._batches = None  # finished by the error
+            if self._stream.session is not None:
+                self._stream.session.failed(error)
             raise error.with_traceback(None) from error.__cause__  # the generator's frame says nothing to users
         except BaseException as error:
             if batches is not None and _runs(batches):

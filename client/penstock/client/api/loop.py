@@ -68,7 +68,7 @@ class Loop:
         reader, position = session.reader, session.reader.position
         self.session, self.first, first_epoch = session, first, position.epoch
         self._last = stop = None if self._num_steps is None else first + self._num_steps
-        left_early = False
+        left_early = finished = False
         _iterating.enter(self)
         try:
             ahead = 0 if stop is None else EPOCHS_AHEAD
@@ -105,10 +105,11 @@ class Loop:
                 left_early = False
                 del batch  # do not keep it alive while the loop waits for the next one
                 reader.thread = get_ident()  # a prefetching thread may go on with what another one began
-            self._last = position.step
+            self._last, finished = position.step, True
         finally:
             _iterating.leave(self)
-            stream.finish(left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
+            epoch_ended = stop is None and position.epoch > first_epoch
+            stream.finish(left_early=left_early, epoch_ended=epoch_ended, finished=finished)
 
 
 _iterating: EnteredScope[Loop] = EnteredScope(

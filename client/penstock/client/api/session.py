@@ -7,8 +7,9 @@ import threading
 from dataclasses import dataclass, field, replace
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.stream.streams import Reader, StreamRun, StreamStats
-from penstock.proto.errors import DeadlineError, EmptyInputError
+from penstock.client.stream.streams import NO_WORKER, Reader, StreamRun, StreamStats
+from penstock.proto.errors import EmptyInputError, PenstockError
+from penstock.proto.rpc.channel import detail_of
 from penstock.proto.state.counts import by_key, by_source, imbalance_of
 from penstock.proto.state.restartable import is_pure
 from penstock.proto.tracebacks import warn_user
@@ -46,16 +47,23 @@ class Session:
     def capabilities(self) -> list[records_pb2.LoaderCapabilities]:
         """Wait until all workers of this box have made their loaders; return for each slot what its loader can do."""
         run, timeout_s = self.run, self.appliance.settings.timeout_s
-        if not run.wait_for(lambda run: all(map(_known, run.views)), timeout_s):
-            late = next(view for view in run.views if not _known(view))
-            raise DeadlineError(
-                f"{self.name}: worker slot {late.slot} of box {run.box} (on worker {late.worker or 'none'}) has not "
-                f"built its loader within timeout_s={timeout_s:g} s: see `penstock status`, or raise timeout_s"
-            )
-        for view in run.views:
-            if view.phase == pb.FAILED and not view.HasField("capabilities"):
-                self.reader.raise_failed(view)
+        try:
+            if not run.wait_for(lambda run: all(map(_known, run.views)), timeout_s):
+                late = [view for view in run.views if not _known(view)]  # one without a worker says most
+                raise self.reader.late(min(late, key=lambda view: view.phase not in NO_WORKER), timeout_s, "a loader")
+            for view in run.views:
+                if view.phase == pb.FAILED and not view.HasField("capabilities"):
+                    self.reader.raise_failed(view)
+        except PenstockError as error:
+            self.failed(error)
+            raise
         return [view.capabilities for view in run.views]
+
+    def failed(self, error: PenstockError) -> None:
+        """Record that the job got an error instead of what it waited for. If it takes no further batch, this is how the
+        run ends."""
+        progress = self.run.progress
+        progress.error, progress.failed_at = detail_of(error), self.reader.position.step
 
     def stats(self) -> StreamStats:
         reader = self.reader

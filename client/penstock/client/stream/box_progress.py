@@ -112,6 +112,12 @@ class BoxProgress:
     epoch_ended: bool = False
     first_digest: int = 0
     """Digest of the first batch that was taken; 0: none yet."""
+    finished: bool = False
+    """The last loop came to its end."""
+    failed_at: int = -1
+    """Step after which the loop got an error instead of a batch; -1: none."""
+    error: records_pb2.ErrorDetail | None = None
+    """That error; not the exception, whose traceback would keep the loop's batches and its loader alive."""
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
     """Returns (slot, generation, reason) for each slot on a worker that this host cannot reach."""
     counts: DeliveredCounts | None = None

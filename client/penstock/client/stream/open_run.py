@@ -162,8 +162,6 @@ class OpenRun(StreamRun):
         """`_restarts` that the coordinator has got. A restarted one gets it again."""
         self._been_away_s = 0.0
         """Seconds of earlier outages."""
-        self.away_because = ""
-        """Error of the latest unanswered report; "" if all were answered."""
         self.fence = StepFence()
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._on_closed = on_closed
@@ -513,7 +511,11 @@ class OpenRun(StreamRun):
                     client_id=self._request.client_id,
                     forget=forget and self.link.embedded,
                     progress=self._watch_request(0, 0.0),
+                    finished=self.progress.finished,
                 )
+                error, step = self.progress.error, request.progress.delivered.step
+                if error is not None and self.progress.failed_at == step:  # else the loop has gone on since
+                    request.error.CopyFrom(error)
                 self._client.close_run(request, deadline_s=left)
                 return
             except AWAY:

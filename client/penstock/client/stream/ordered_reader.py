@@ -21,14 +21,13 @@ from penstock.client.stream import open_streams
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, requests_of
 from penstock.client.stream.lane_reader import CORRUPT_TRIES, SlotLane
 from penstock.client.stream.open_run import AWAY_S, OpenRun
-from penstock.client.stream.streams import EPOCH_ENDED, Reader, placed, recovered
+from penstock.client.stream.streams import EPOCH_ENDED, NO_WORKER, Reader, placed, queued, recovered
 from penstock.client.stream.wait_notice import STAGES, WaitNotice
 from penstock.proto.errors import (
     BatchCorruptError,
     DeadlineError,
     ForkedProcessError,
     LaneLostError,
-    NoWorkersError,
     PenstockError,
     ProtocolError,
     malformed,
@@ -53,8 +52,6 @@ RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
 """Seconds of waiting after which incomplete groups are acked. At once, a loop faster than its workers would cost a
 system call and a wake-up of the producer for each batch."""
-
-NO_WORKER = (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING)
 
 _log = logging.getLogger("penstock.client")
 
@@ -280,7 +277,8 @@ class OrderedReader(Reader):
         until = max(self._waiting_since, self._queue_moved) + self._timeout_s + min(AWAY_S, away_s)
         if now >= until:
             self.flush()
-            raise self._deadline(lane, view, now - self._waiting_since, away_s)
+            lost = lane.last_failure if lane.consumer is None else ""
+            raise self.late(view, now - self._waiting_since, f"step {self.position.step + 1}", away_s, lost)
         if view.phase == pb.FAILED:
             until = min(until, self._failed(lane, view, now))
         if lane.consumer is None and view.phase in (pb.READY, pb.FAILED):
@@ -324,7 +322,7 @@ class OrderedReader(Reader):
         elif view.phase == pb.STARTING:
             why = STAGES.get(view.start_stage, "start of its runner")
             if view.start_queue_position:
-                why = _queued(view)
+                why = queued(view)
         return f"the {which} batch of {self.label}{slots}", why
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
@@ -347,33 +345,6 @@ class OrderedReader(Reader):
     def _placed(self, error: PenstockError, slot: int) -> PenstockError:
         run = self.run
         return placed(error, run.views[slot].worker, run.box, slot, self.position.step + 1)
-
-    def _deadline(self, lane: SlotLane, view: pb.SlotView, waited: float, away_s: float) -> DeadlineError:
-        run, slot = self.run, lane.slot
-        step = self.position.step + 1
-        away = f"; for {away_s:.0f} s of them the coordinator did not answer" if away_s >= 1 else ""
-        if run.away_since is not None:
-            seconds = time.monotonic() - run.away_since
-            away = f"; the coordinator has not answered for {seconds:.0f} s ({run.away_because})"
-        if view.phase in NO_WORKER:
-            missing = sum(v.phase in NO_WORKER for v in run.views)
-            return NoWorkersError(
-                f"{self.label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its {run.num_slots} "
-                f"worker slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s, or lower "
-                "num_workers_per_box"
-            )
-        starting = "its runner is still starting"
-        if view.start_queue_position:
-            starting = f"its runner is {_queued(view)}"
-        doing = {pb.STARTING: starting, pb.READY: "its next batch has not arrived"}
-        lost = lane.consumer is None and lane.last_failure
-        why_closed = f"; no connection to its worker: {lost}" if lost else ""
-        what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
-        return DeadlineError(
-            f"{self.label}: box {run.box} waited {waited:.0f} s for step {step} from worker slot {slot} on worker "
-            f"{view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g})",
-            remote_traceback=view.stack if view.doing else "",
-        )
 
     # ---- slots and their lanes
 
@@ -573,7 +544,3 @@ class OrderedReader(Reader):
         self.run.progress.unreachable = list
         for lane in self._lanes:
             lane.close()
-
-
-def _queued(view: pb.SlotView) -> str:
-    return f"number {view.start_queue_position} of {view.start_queue_length} in the queue of runners to start"

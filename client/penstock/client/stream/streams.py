@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from penstock.client.stream.box_progress import BoxProgress, DeliveredCounts
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.batch.structure import Structure
-from penstock.proto.errors import PenstockError
+from penstock.proto.errors import DeadlineError, NoWorkersError, PenstockError
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.assignment import WORKER_INFO_TEXTS
 from penstock.proto.state.counts import SampleCounts
@@ -26,6 +27,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 _log = logging.getLogger("penstock.client")
 
+NO_WORKER = (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING)
 EPOCH_ENDED: Final = object()
 """Result of `Reader.next` at the end of an epoch, instead of a batch."""
 
@@ -58,7 +60,8 @@ class StreamStats:
     waited_s: float = 0.0
     """Seconds for which the loop waited for batches."""
     waited_by_worker: dict[str, float] = field(default_factory=dict)
-    """Seconds for which the loop waited for batches, by the name of the worker that made them."""
+    """Seconds for which the loop waited for batches, by the name of the worker that was to make them. Waits for a slot
+    that had no worker are in `waited_s` alone."""
     copies: int = 0
     """Number of batches delivered as copies, because the loop held views of too many batches."""
     ahead: int = 0
@@ -103,6 +106,8 @@ class StreamRun(ABC):
         """True once the loader was garbage-collected; its finalizer sets it."""
         self.away_since: float | None = None
         """Time of time.monotonic() of the present outage's first unanswered call; None: the coordinator answers."""
+        self.away_because = ""
+        """Error of the latest unanswered report; "" if all were answered."""
 
     @abstractmethod
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
@@ -201,7 +206,33 @@ class Reader(ABC):
     def close(self) -> None:  # noqa: B027
         """Close the reader. Batches that the loop still holds stay valid."""
 
-    # ---- figures and notices
+    # ---- errors, figures and notices
+
+    def late(self, view: pb.SlotView, waited_s: float, what: str, away_s: float = 0.0, lost: str = "") -> DeadlineError:
+        """Return the error of a wait that ran out: what the slot's runner does, with its stack. `what`: awaited thing;
+        `away_s`: seconds of the wait without a coordinator; `lost`: why there is no connection to the slot's worker, if
+        there is none."""
+        run = self.run
+        away = f"; for {away_s:.0f} s of them the coordinator did not answer" if away_s >= 1 else ""
+        if run.away_since is not None:
+            seconds = time.monotonic() - run.away_since
+            away = f"; the coordinator has not answered for {seconds:.0f} s ({run.away_because})"
+        waited = f"{self.label}: box {run.box} waited {waited_s:.0f} s for {what}"
+        if view.phase in NO_WORKER:
+            missing = sum(v.phase in NO_WORKER for v in run.views)
+            return NoWorkersError(
+                f"{waited}: {missing} of its {run.num_slots} worker slots have no worker (slot {view.slot} is due)"
+                f"{away}. Start more `penstock worker`s, or lower num_workers_per_box"
+            )
+        starting = f"its runner is {queued(view) if view.start_queue_position else 'still starting'}"
+        doing = {pb.STARTING: starting, pb.READY: "its next batch has not arrived"}
+        activity = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
+        why_closed = f"; no connection to its worker: {lost}" if lost else ""
+        return DeadlineError(
+            f"{waited} from worker slot {view.slot} on worker {view.worker or 'unknown'}: {activity}{why_closed}{away} "
+            f"(timeout_s={self._timeout_s:g})",
+            remote_traceback=view.stack if view.doing else "",
+        )
 
     def _check_open(self) -> None:
         if self.run.error is not None:
@@ -213,7 +244,8 @@ class Reader(ABC):
         self.wait_s += seconds
         stats = self.stats
         stats.waited_s += seconds
-        stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + seconds
+        if worker:
+            stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + seconds
         self.run.progress.waited_by_slot[slot] += seconds
 
     def _tell_of_loaders(self) -> None:
@@ -242,6 +274,10 @@ class Reader(ABC):
         first = what not in self._told
         self._told.add(what)
         return first
+
+
+def queued(view: pb.SlotView) -> str:
+    return f"number {view.start_queue_position} of {view.start_queue_length} in the queue of runners to start"
 
 
 def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) -> PenstockError:

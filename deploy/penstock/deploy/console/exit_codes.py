@@ -70,7 +70,7 @@ CODES = (
     ExitCode(
         19,
         "a worker or lane was lost, or delivers damaged data",
-        "WorkerLostError LaneLostError LaneClosedError BatchCorruptError",
+        "WorkerLostError PoisonBatchError LaneLostError LaneClosedError BatchCorruptError",
     ),
     ExitCode(20, "no state is available for this step", "StateUnavailableError"),
     ExitCode(21, "the loader cannot be saved", "NotRestartableError UnsupportedStateError"),

@@ -164,6 +164,11 @@ class CoordinatorSettings(TlsFiles, _Logging):
         le=86400,
         description="Time on a worker before a slot may migrate because the worker is slow or full; 0: never.",
     )
+    on_end: Annotated[str, Unit("COMMAND")] = Field(
+        "",
+        description="Command that is run, without a shell, at the end of each run, with the reason as JSON on standard "
+        "input (default: none).",
+    )
 
 
 class WorkerSettings(PeerSettings, _Logging):

@@ -66,6 +66,7 @@ def run_coordinator(
             limits=limits,
             http=settings.http,
             http_any_port="http" not in settings.model_fields_set,
+            on_end=settings.on_end,
         )
     )
     _log.info("stopped on request")

@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.tables import Table, show
-from penstock.runtime.telemetry.cluster_columns import BOXES, RUNS, SLOTS, WORKERS, Columns, cells
-from penstock.runtime.telemetry.cluster_view import ClusterView, as_dict, view
+from penstock.runtime.telemetry.cluster_columns import BOXES, ENDS, RUNS, SLOTS, WORKERS, Columns, cells
+from penstock.runtime.telemetry.cluster_view import LATELY_S, ClusterView, as_dict, view
 
 
 def show_status(peer: Peer, *, show_all: bool, as_json: bool) -> None:
@@ -32,8 +32,10 @@ def tables(found: ClusterView, *, show_all: bool = False) -> list[Table]:
     of_boxes = ("run", "box>", "state", "step>", "epoch>", "steps/s>", "waits>", "waits for")
     of_slots = ("run", "box>", "slot>", "phase", "worker", "generation>", "restarts>", "skipped>", "note")
     of_workers = ("worker", "state", "slots used>", "heard of>", "batches/s>", "lanes")
+    ends = [end for end in found.ends if show_all or (end.fault and end.age_s < LATELY_S)]
     return [
         _table(f"Runs at {about}", RUNS, of_runs, runs, empty, folded),
+        _table("Ended runs" if show_all else "Failed lately", ENDS, tuple(ENDS), ends),
         _table("Bottlenecks", RUNS, ("run", "bottleneck", "finding"), found.open_runs),
         _table("Boxes", BOXES, of_boxes, boxes),
         _table("Slots", SLOTS, of_slots, slots),

@@ -720,15 +720,23 @@ class CloseRunRequest(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     FORGET_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
     client_id: _builtins.str
     forget: _builtins.bool
     """the run will not be opened again (embedded)"""
+    finished: _builtins.bool
+    """the box's last loop came to its end"""
     @_builtins.property
     def progress(self) -> Global___WatchRunRequest:
         """the last report, with the position at which the box ended; absent: none"""
+
+    @_builtins.property
+    def error(self) -> _records_pb2.ErrorDetail:
+        """error that the box's loop got instead of its next batch; absent: none"""
 
     def __init__(
         self,
@@ -739,10 +747,12 @@ class CloseRunRequest(_message.Message):
         client_id: _builtins.str = ...,
         forget: _builtins.bool = ...,
         progress: Global___WatchRunRequest | None = ...,
+        error: _records_pb2.ErrorDetail | None = ...,
+        finished: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "forget", b"forget", "progress", b"progress", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "error", b"error", "finished", b"finished", "forget", b"forget", "progress", b"progress", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1899,6 +1909,7 @@ class RunStatus(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     KEPT_STEP_FIELD_NUMBER: _builtins.int
     KEPT_WALL_S_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     input_fn: _builtins.str
@@ -1937,6 +1948,10 @@ class RunStatus(_message.Message):
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateFetch]:
         """recent state queries, oldest first"""
 
+    @_builtins.property
+    def end(self) -> Global___RunEnd:
+        """of the newest attempt whose end is decided. That of an open attempt is once a box of"""
+
     def __init__(
         self,
         *,
@@ -1956,16 +1971,68 @@ class RunStatus(_message.Message):
         states: _abc.Iterable[Global___StateFetch] | None = ...,
         kept_step: _builtins.int | None = ...,
         kept_wall_s: _builtins.float = ...,
+        end: Global___RunEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_kept_step", b"_kept_step", "bottleneck", b"bottleneck", "kept_step", b"kept_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kept_step", b"_kept_step", "bottleneck", b"bottleneck", "end", b"end", "kept_step", b"kept_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kept_step", b"_kept_step", "attempt", b"attempt", "batches_per_s", b"batches_per_s", "bottleneck", b"bottleneck", "boxes", b"boxes", "input_fn", b"input_fn", "kept_step", b"kept_step", "kept_wall_s", b"kept_wall_s", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "open", b"open", "recommended_workers_per_box", b"recommended_workers_per_box", "recoveries", b"recoveries", "run", b"run", "states", b"states", "steps_per_s", b"steps_per_s", "wait_share", b"wait_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kept_step", b"_kept_step", "attempt", b"attempt", "batches_per_s", b"batches_per_s", "bottleneck", b"bottleneck", "boxes", b"boxes", "end", b"end", "input_fn", b"input_fn", "kept_step", b"kept_step", "kept_wall_s", b"kept_wall_s", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "open", b"open", "recommended_workers_per_box", b"recommended_workers_per_box", "recoveries", b"recoveries", "run", b"run", "states", b"states", "steps_per_s", b"steps_per_s", "wait_share", b"wait_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kept_step: _TypeAlias = _typing.Literal["kept_step"]  # noqa: Y015
     _WhichOneofArgType__kept_step: _TypeAlias = _typing.Literal["_kept_step", b"_kept_step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kept_step) -> _WhichOneofReturnType__kept_step | None: ...
 
 Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
+
+@_typing.final
+class RunEnd(_message.Message):
+    """How an attempt of a run has ended: see penstock.appliance.core.run_end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    BOX_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    reason: _builtins.str
+    """finished, closed, raised, quarantined, stalled, no workers, superseded, client lost"""
+    text: _builtins.str
+    """the error's message, or who ended it"""
+    error: _builtins.str
+    """name of the error that a box got; "" = none"""
+    box: _builtins.int
+    """box that got the error"""
+    step: _builtins.int
+    """last step of that box, or of the box that took fewest"""
+    wall_s: _builtins.float
+    """when this was decided, seconds since the epoch"""
+    fault: _builtins.bool
+    """nobody asked for it"""
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        text: _builtins.str = ...,
+        error: _builtins.str = ...,
+        box: _builtins.int | None = ...,
+        step: _builtins.int = ...,
+        wall_s: _builtins.float = ...,
+        fault: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_box", b"_box", "box", b"box"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_box", b"_box", "attempt", b"attempt", "box", b"box", "error", b"error", "fault", b"fault", "reason", b"reason", "step", b"step", "text", b"text", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__box: _TypeAlias = _typing.Literal["box"]  # noqa: Y015
+    _WhichOneofArgType__box: _TypeAlias = _typing.Literal["_box", b"_box"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__box) -> _WhichOneofReturnType__box | None: ...
+
+Global___RunEnd: _TypeAlias = RunEnd  # noqa: Y015
 
 @_typing.final
 class Bottleneck(_message.Message):
@@ -1982,7 +2049,7 @@ class Bottleneck(_message.Message):
     BLAME_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """starting, loop, straggler, workers, network, unplaced, recovering"""
+    """starting, loop, straggler, workers, network, unplaced, recovering, stalled"""
     input_bound: _builtins.bool
     wait_share: _builtins.float
     """of the box that waits most"""
@@ -2132,6 +2199,7 @@ class BoxStatus(_message.Message):
     EPOCH_ENDED_FIELD_NUMBER: _builtins.int
     WAITED_SHARE_FIELD_NUMBER: _builtins.int
     WAIT_SHARE_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
     box: _builtins.int
     live: _builtins.bool
     step: _builtins.int
@@ -2147,6 +2215,8 @@ class BoxStatus(_message.Message):
     """for data; steps_per_s is of the same time
     the same share of the last minute or so
     """
+    closed: _builtins.bool
+    """its training job has closed it, while other boxes of the run go on"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]: ...
     def __init__(
@@ -2163,10 +2233,11 @@ class BoxStatus(_message.Message):
         epoch_ended: _builtins.bool = ...,
         waited_share: _builtins.float = ...,
         wait_share: _builtins.float = ...,
+        closed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "epoch", b"epoch", "epoch_ended", b"epoch_ended", "live", b"live", "slots", b"slots", "step", b"step", "steps_per_s", b"steps_per_s", "wait_share", b"wait_share", "waited_s", b"waited_s", "waited_share", b"waited_share", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "closed", b"closed", "epoch", b"epoch", "epoch_ended", b"epoch_ended", "live", b"live", "slots", b"slots", "step", b"step", "steps_per_s", b"steps_per_s", "wait_share", b"wait_share", "waited_s", b"waited_s", "waited_share", b"waited_share", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from penstock.runtime.telemetry.cluster_view import BoxView, EventView, RunView, SlotView, StateView, WorkerView
+from penstock.runtime.telemetry.cluster_view import (
+    BoxView,
+    EndView,
+    EventView,
+    RunView,
+    SlotView,
+    StateView,
+    WorkerView,
+)
 from penstock.runtime.telemetry.units import clock, percent, rate, seconds, size
 
 _View = TypeVar("_View")
@@ -21,6 +29,13 @@ RUNS: Columns[RunView] = {
     "input_fn": lambda run: run.input_fn or "",
     "bottleneck": lambda run: run.finding.title,
     "finding": lambda run: run.finding.text,
+}
+ENDS: Columns[EndView] = {
+    "when>": lambda end: end.when,
+    "run": lambda end: end.run,
+    "reason": lambda end: end.reason,
+    "step>": lambda end: str(end.step),
+    "why": lambda end: " ".join(end.said.split()),
 }
 BOXES: Columns[BoxView] = {
     "run": lambda box: box.run,

@@ -83,6 +83,7 @@ class BoxView:
     run: str
     box: int
     live: bool
+    closed: bool
     step: int
     epoch: int
     epoch_ended: bool
@@ -99,10 +100,14 @@ class BoxView:
 
     @property
     def state(self) -> str:
+        if self.closed:
+            return "closed"
         return "lost" if not self.live else "epoch ended" if self.epoch_ended else "live"
 
     @property
     def alarm(self) -> Alarm:
+        if self.closed:
+            return ""
         return "bad" if not self.live else "warn" if self.wait_share > INPUT_BOUND else ""
 
 
@@ -123,10 +128,38 @@ class Finding:
 
     @property
     def alarm(self) -> Alarm:
+        if self.kind == "failed":
+            return "bad"
         return "warn" if self.input_bound else "info" if self.kind in ("starting", "epoch ended", "") else ""
 
 
+@dataclass(frozen=True, slots=True)
+class EndView:
+    """How an attempt of a run has ended. The coordinator's `--on-end` command gets all but `age_s`."""
+
+    run: str
+    attempt: int
+    reason: str
+    fault: bool
+    text: str
+    error: str | None
+    box: int | None
+    step: int
+    at: float
+    age_s: Seconds
+
+    @property
+    def when(self) -> str:
+        return f"{seconds(self.age_s)} ago"
+
+    @property
+    def said(self) -> str:
+        return f"{self.error}: {self.text}" if self.error else self.text
+
+
 _KINDS = {
+    "failed": "Failed",
+    "stalled": "Stalled",
     "loop": "Loop-bound",
     "starting": "Starting",
     "straggler": "Straggler",
@@ -173,13 +206,20 @@ class RunView:
     bottleneck: Finding | None
     boxes: tuple[BoxView, ...]
     states: tuple[StateView, ...]
+    end: EndView | None
+    """Of the newest attempt that has ended, or of which a box has failed."""
 
     @property
     def state(self) -> str:
-        return "open" if self.open else "closed"
+        ended = self.end is not None and self.end.attempt == self.attempt
+        if self.open:
+            return "failed" if ended else "open"
+        return self.end.reason if self.end is not None and ended else "closed"
 
     @property
     def finding(self) -> Finding:
+        if self.end is not None and self.state == "failed":
+            return Finding("failed", False, f"Box {self.end.box} has closed: {self.end.said}", *_NOBODY)
         return self.bottleneck or (_BETWEEN_EPOCHS if any(box.live for box in self.boxes) else _NO_BOX)
 
     @property
@@ -283,6 +323,11 @@ class ClusterView:
         return [run for run in self.runs if run.open]
 
     @property
+    def ends(self) -> list[EndView]:
+        """Ends of runs, the newest first."""
+        return sorted((run.end for run in self.runs if run.end), key=lambda end: end.age_s)
+
+    @property
     def ended(self) -> str:
         count = len(self.runs) - len(self.open_runs)
         return f"{count} {'run has' if count == 1 else 'runs have'} ended" if count else ""
@@ -315,7 +360,7 @@ def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
     return ClusterView(
         coordinator=_read(CoordinatorView, reply, address=address),
         recommended_workers=reply.recommended_workers,
-        runs=tuple(sorted((_run(run) for run in reply.runs), key=_rank)),
+        runs=tuple(sorted((_run(run, reply.wall_s) for run in reply.runs), key=_rank)),
         workers=tuple(worker_view(worker) for worker in reply.workers),
         events=tuple(_read(EventView, event, at=round(event.wall_s, 3)) for event in reply.events),
     )
@@ -329,7 +374,7 @@ def worker_view(worker: pb.WorkerStatus) -> WorkerView:
     return _read(WorkerView, worker, allow=tuple(worker.allow))
 
 
-def _run(run: pb.RunStatus) -> RunView:
+def _run(run: pb.RunStatus, now_s: float) -> RunView:
     return _read(
         RunView,
         run,
@@ -339,7 +384,19 @@ def _run(run: pb.RunStatus) -> RunView:
             for box in run.boxes
         ),
         states=tuple(_read(StateView, state, at=round(state.wall_s, 3)) for state in run.states),
+        end=_end(run.run, run.end, now_s) if run.HasField("end") else None,
     )
+
+
+def _end(run: str, end: pb.RunEnd, now_s: float) -> EndView:
+    return _read(EndView, end, run=run, at=round(end.wall_s, 3), age_s=round(max(0.0, now_s - end.wall_s), 3))
+
+
+def end_record(run: str, end: pb.RunEnd) -> dict[str, Any]:
+    """Return the end of a run that has just ended, as plain values."""
+    record = as_dict(_end(run, end, end.wall_s))
+    del record["age_s"]
+    return record
 
 
 _PHASES = {number: name for name, number in pb.SlotPhase.items()}

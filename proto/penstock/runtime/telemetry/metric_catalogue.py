@@ -47,6 +47,7 @@ _Rows = tuple[tuple[str, tuple[str, ...], str], ...]
 _COORDINATOR: _Rows = (
     # ---- runs and boxes
     ("penstock_runs", ("phase",), "Runs, by phase: open or closed."),
+    ("penstock_runs_ended_total", ("reason",), "Runs that have ended or failed since the coordinator started."),
     ("penstock_run_attempt", _RUN, "Number of the open attempt; it rises with each start of the job."),
     ("penstock_run_boxes", _RUN, "Boxes of the run."),
     ("penstock_run_recommended_workers_per_box", _RUN, "Recommended slots of a box; 0: not known."),
@@ -62,6 +63,7 @@ _COORDINATOR: _Rows = (
     ("penstock_box_waiting_for_slot", _BOX, "Slot that the box waits for now; -1: it does not wait."),
     # ---- the fleet
     ("penstock_workers", ("phase",), "Worker daemons, by phase: live, draining or lost."),
+    ("penstock_workers_lost_total", (), "Workers that were silent for longer than their leases, without having left."),
     ("penstock_workers_recommended", (), "Number of daemons like these that the open runs need; 0: not known."),
     ("penstock_slots_capacity", (), "Runners that all live workers that do not drain may run together."),
     ("penstock_slots_used", (), "Slots that all workers hold; a slot in migration counts twice."),
@@ -70,6 +72,7 @@ _COORDINATOR: _Rows = (
     ("penstock_coordinator_certificate_expires_timestamp_seconds", (), "Expiry of its certificate; 0: none."),
     ("penstock_coordinator_snapshot_bytes", (), "Durable snapshots and blobs that the coordinator holds."),
     ("penstock_coordinator_snapshot_limit_bytes", (), "Budget for durable snapshots and blobs."),
+    ("penstock_coordinator_disk_free_bytes", (), "Free space for its state directory; absent if it keeps none."),
     ("penstock_coordinator_commit_seconds", (), "Duration of commits to the journal, with the flush to disk."),
     ("penstock_coordinator_calls_total", ("method", "status"), "Calls answered, by gRPC status."),
     ("penstock_coordinator_call_seconds", ("method",), "Duration of calls, with the holds of long polls."),
