@@ -91,6 +91,18 @@ def hangs(where: str) -> Hangs:
     return Hangs(where)
 
 
+class Kept(streams.Counter):
+    """Kept over epochs: its runner makes one and no other."""
+
+    exact_states = True
+
+
+def hangs_again(marker: str) -> Kept:
+    if not once(marker):
+        waits_for_ever()
+    return Kept(10_000, first=1000 * current_assignment().global_worker_id)
+
+
 def once(marker: str) -> bool:
     """True the first time."""
     try:

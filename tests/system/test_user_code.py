@@ -130,6 +130,31 @@ def test_a_hang_is_told_with_place_time_and_stack(cluster: Cluster, where: str, 
     assert "hazards.py" in caught.value.remote_traceback
 
 
+def test_wait_for_a_length_or_a_state_tells_the_stack_too(cluster: Cluster, tmp_path: Path) -> None:
+    """`list(executor)` asks for len() first, and a save may meet a runner that has just been replaced."""
+    with at(cluster, HASTY_S) as hasty, pytest.raises(errors.DeadlineError, match="in input_fn since") as caught:
+        list(DataExecutor(DataLoader(hazards.hangs, "input_fn"), appliance=hasty))
+    assert "in waits_for_ever" in caught.value.remote_traceback
+    job = f"job-{next(_jobs)}"
+    boxes = [
+        cluster.box(job, num_workers_per_box=1, timeout_s=HASTY_S, box=box, num_boxes=2, attempt="one")
+        for box in range(2)
+    ]
+    with boxes[0], boxes[1]:
+        loaders = [DataLoader(hazards.hangs_again, str(tmp_path / f"made {box}")) for box in range(2)]
+        for loader, appliance in zip(loaders, boxes, strict=True):
+            assert len(numbers(appliance, loader, 10)) == 10
+        title = f"{job}/0 box 1".encode()
+        (runner,) = (pid for pid in runners(daemon(cluster)) if title in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(runner, signal.SIGKILL)
+        session = loaders[1]._session
+        assert session is not None
+        until(lambda: session.run.views[0].restarts, what="another runner is to continue")
+        with pytest.raises(errors.DeadlineError, match=r"at step 10 was not complete .* in input_fn") as late:
+            loaders[0].state_dict()
+        assert "in waits_for_ever" in late.value.remote_traceback
+
+
 def test_stopped_runner_is_reported_and_continues(cluster: Cluster) -> None:
     got: list[Any] = []
     with at(cluster, HASTY_S) as hasty:

@@ -15,7 +15,13 @@ from collections.abc import Iterator
 from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Attempt, known_run
 from penstock.appliance.core.state_query import Aggregation, MixtureTrial, SlotStateRequest, StateQuery
-from penstock.proto.errors import OverloadedError, StateUnavailableError, SupersededError, UnknownRunError
+from penstock.proto.errors import (
+    DeadlineError,
+    OverloadedError,
+    StateUnavailableError,
+    SupersededError,
+    UnknownRunError,
+)
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 _Key = tuple[str, int, int, str]
@@ -101,6 +107,17 @@ class StateQueries:
             self._joinable[query.key] = query
             self._replan(query)  # `settle` plans the query again after later changes
         return query
+
+    def late(self, query: StateQuery, deadline_s: float) -> DeadlineError:
+        """Return the error of a query that is not complete in time: what it waits for, and what a runner is in."""
+        text = f"the {query.title} was not complete after {deadline_s:.1f} s; waited for {query.waits_for()}"
+        run = self._cluster.runs.get(query.run)
+        boxes = run.current.boxes.values() if run is not None and run.current is not None else ()
+        awaited = (slot for box in boxes if box.number not in query.boxes for slot in box.slots)
+        slot = next((slot for slot in awaited if slot.doing), None)
+        if slot is None:
+            return DeadlineError(text)
+        return DeadlineError(f"{text}. The runner of {slot} is {slot.doing}", remote_traceback=slot.stack)
 
     def _check_limit(self, query: StateQuery) -> None:
         under_way = sum(one.run == query.run for one in self._open.values())

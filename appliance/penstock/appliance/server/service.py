@@ -362,9 +362,7 @@ class Service(CoordinatorServicer):
         with self._signals.on(query.topic(number)) as event:
             while number not in query.boxes and query.failure is None:
                 if not await event.comes(until):
-                    raise DeadlineError(
-                        f"the {query.title} was not complete after {deadline_s:g} s; waited for {query.waits_for()}"
-                    )
+                    raise self._state_machine.state_queries.late(query, deadline_s)
         if query.failure is not None:
             raise error_of(detail_of(query.failure))  # a copy, because several callers raise it
         return query.boxes[number]
