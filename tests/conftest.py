@@ -51,6 +51,7 @@ hypothesis.settings.load_profile("landing")
 providers._get_local_constants = lambda: providers._local_constants
 
 LONGEST = (
+    "deploy/test_alerts",
     "system/test_mix",
     "model/test_mutations",
     "integrations/test_kill_and_resume",
@@ -103,6 +104,7 @@ SLOW_SUITES = {
     "checkpoint/test_killed_writer",
     "checkpoint/test_other_libraries",
     "checkpoint/test_power_loss",
+    "deploy/test_alerts",
     "deploy/test_demo",
     "docs/test_blocks",
     "docs/test_notebook",

@@ -227,6 +227,16 @@ def test_deadlines_name_who_was_waited_for(rigs: Any) -> None:
     assert rig.take(1) == [10], "a wait that ran out can be repeated"
 
 
+def test_wait_for_a_slot_without_a_worker_is_nobodys(rigs: Any) -> None:
+    rig = rigs(1, timeout_s=0.2)
+    rig.run.views = [pb.SlotView(slot=0, generation=rig.runners[0].generation, phase=pb.WAITING)]
+    rig.run.version += 1
+    with pytest.raises(NoWorkersError, match="1 of its 1 worker slots have no worker"):
+        rig.reader.next()
+    assert rig.reader.stats.waited_s > 0
+    assert rig.reader.stats.waited_by_worker == {}
+
+
 def test_queued_start_is_not_late_while_it_moves(rigs: Any) -> None:
     rig = rigs(1, timeout_s=0.5)
     places = [view(9), view(8), view(7)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ import interpreters
 import pytest
 from cluster import INPUTS, TOKEN
 from interpreters import Forked
+from waiting import until
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 DEADLINE_S = 60.0
@@ -53,6 +55,12 @@ class Started:
     """A subprocess.Popen, or what is forked and has its interface."""
     log: Path
     line: str = ""
+
+    def url(self, what: str) -> str:
+        """The address that it tells in its JSON log, which a thread writes."""
+        until(lambda: any(what in line for line in self.log.read_text().split("\n")[:-1]), DEADLINE_S)
+        told: list[str] = [json.loads(line)["message"] for line in self.log.read_text().splitlines() if what in line]
+        return told[0].rpartition(" at ")[2].removesuffix("/metrics")
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send the signal to it and everything in its group, as a terminal would; its exit code."""

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import until
 
 from penstock.proto.errors import AuthenticationError
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -76,13 +75,6 @@ class Cluster:
     logs: dict[Process, list[dict[str, Any]]]
 
 
-def url_in(log: Path, what: str) -> str:
-    """The address that a daemon tells in its JSON log, which a thread writes."""
-    until(lambda: any(what in line for line in log.read_text().split("\n")[:-1]), DEADLINE_S)
-    told: list[str] = [json.loads(line)["message"] for line in log.read_text().splitlines() if what in line]
-    return told[0].rpartition(" at ")[2].removesuffix("/metrics")
-
-
 def scraped(url: str) -> Scrape:
     status, text = fetch(f"{url}/metrics")
     assert status == 200, text
@@ -135,8 +127,8 @@ def cluster(module_shell: Any) -> Cluster:
         PYTHONWARNINGS=None,  # children write theirs to standard error by themselves, and not as JSON
     )
     urls: dict[Process, str] = {
-        "coordinator": url_in(first.log, "dashboard at"),
-        "worker": url_in(second.log, "metrics at"),
+        "coordinator": first.url("dashboard at"),
+        "worker": second.url("metrics at"),
     }
     with CoordinatorClient(first.line, "not-the-token") as stranger, pytest.raises(AuthenticationError):
         stranger.status()

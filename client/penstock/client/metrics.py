@@ -75,7 +75,7 @@ def _count_reader(readings: MetricReadings, reader: Reader) -> None:
             readings.add("penstock_client_slot_wait_seconds_total", seconds, slot=slot, **labels)
     # Copied in one step, because the loop may add another worker meanwhile.
     for worker, seconds in stats.waited_by_worker.copy().items():
-        readings.add("penstock_client_worker_wait_seconds_total", seconds, worker=worker or "none", **labels)
+        readings.add("penstock_client_worker_wait_seconds_total", seconds, worker=worker, **labels)
     readings.add("penstock_client_copied_batches_total", reader.copies, **labels)
     readings.add("penstock_client_staged_batches_total", stats.ahead, **labels)
     readings.add("penstock_client_recoveries_total", stats.recoveries, **labels)

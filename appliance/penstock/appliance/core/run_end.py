@@ -18,6 +18,8 @@ STALLED, NO_WORKERS, SUPERSEDED, CLIENT_LOST = "stalled", "no workers", "superse
 REASONS = (FINISHED, CLOSED, RAISED, QUARANTINED, STALLED, NO_WORKERS, SUPERSEDED, CLIENT_LOST)
 FAULTS = frozenset((RAISED, QUARANTINED, STALLED, NO_WORKERS, CLIENT_LOST))
 """Reasons that nobody asked for."""
+_TEXT = 1000
+"""Most characters of an error's message that are kept: every status has the ends of all runs."""
 _BY_ERROR = {"PoisonBatchError": QUARANTINED, "DeadlineError": STALLED, "NoWorkersError": NO_WORKERS}
 """Name of an error that a training loop got -> reason; every other error is one that was raised."""
 
@@ -36,8 +38,8 @@ def decide(attempt: Attempt, by: EndedBy, why: str, wall_s: float) -> pb.RunEnd:
     failed = next(((box, error) for box in boxes if (error := _error(box)) is not None), None)
     if failed is not None:
         box, error = failed
-        end = pb.RunEnd(reason=_BY_ERROR.get(error.name, RAISED), text=error.message, error=error.name, step=box.step)
-        end.box = box.number
+        end = pb.RunEnd(reason=_BY_ERROR.get(error.name, RAISED), error=error.name, step=box.step, box=box.number)
+        end.text = error.message[:_TEXT]
     else:
         step = min((box.step for box in boxes), default=0)
         end = pb.RunEnd(reason=_without_error(boxes, by), text=why, step=step)
