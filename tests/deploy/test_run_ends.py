@@ -126,6 +126,7 @@ def test_each_run_has_its_reason(told: Told) -> None:
         assert one["fault"] == (name in faults)
         lines = [line for line in told.log if line.get("run") == f"{name}/0" and "run ended: " in line["message"]]
         assert lines[0]["message"].startswith(f"{name}/0: run ended: {name}, after step ")
+        assert (lines[0]["attempt"], lines[0]["step"], lines[0].get("box")) == (1, one["step"], one["box"])
         assert lines[0]["level"] == ("warning" if name in faults else "info")
     raised, stalled, lost = (told.hook[name] for name in ("raised", "stalled", "quarantined"))
     assert (raised["error"], raised["box"], raised["step"]) == ("InputFnError", 0, 3)

@@ -39,7 +39,7 @@ class RecentEvents:
         self, kind: str, text: str, *, run: str = "", worker: str = "", fault: bool | None = None, **place: int
     ) -> None:
         """Add and log an event, or count a repetition. `fault`: whether it is one, if its kind does not say so;
-        `place`: numbers of attempt, box, slot, generation."""
+        `place`: numbers of attempt, box, slot, generation, step."""
         now = self._clock()
         text, run, worker = text[:_TEXT], run[:_TEXT], worker[:_TEXT]
         for at, known in islice(reversed(self._events), _LOOK_BACK):
