@@ -16,7 +16,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate, seconds
 
 LATELY_S = 600.0
-"""Seconds for which a fault is counted, and a lost worker shown, after it has happened."""
+"""Seconds for which a fault is counted, and a failed run shown, after it has happened."""
 PHASES = ("waiting", "starting", "ready", "failed")
 
 Alarm = Literal["", "info", "warn", "bad"]

@@ -62,7 +62,7 @@ _COORDINATOR: _Rows = (
     ("penstock_box_wait_ratio", _BOX, "Share of its recent time that a live box waited for data, 0 to 1."),
     ("penstock_box_waiting_for_slot", _BOX, "Slot that the box waits for now; -1: it does not wait."),
     # ---- the fleet
-    ("penstock_workers", ("phase",), "Worker daemons, by phase: live, draining or lost."),
+    ("penstock_workers", ("phase",), "Worker daemons: live, draining, or lost (not back since a restart)."),
     ("penstock_workers_lost_total", (), "Workers that were silent for longer than their leases, without having left."),
     ("penstock_workers_recommended", (), "Number of daemons like these that the open runs need; 0: not known."),
     ("penstock_slots_capacity", (), "Runners that all live workers that do not drain may run together."),
