@@ -64,8 +64,9 @@ def test_what_is_reserved_serves_the_journal_and_removals(disk: Path) -> None:
     assert store.index() == ([], [])
     ballast.unlink()
     store.put_snapshots([(header(100), bytes(MIB))])
-    for opened in (journal, store, state):
+    for opened in (journal, store):
         opened.close()
+    state.close()
 
 
 def test_snapshots_leave_most_of_the_disk_free(disk: Path) -> None:

@@ -103,7 +103,7 @@ async def test_a_run_comes_up_and_long_polls_wake(client: AsyncCoordinatorClient
 @on_coordinator(SELDOM)
 async def test_a_dead_box_is_known_by_its_connection(client: AsyncCoordinatorClient, address: str) -> None:
     """Ranks that are started again come long before the leases of the dead ones end."""
-    ranks = {"num_boxes": 2, "attempt_key": "one launcher's", "process_age_s": 0.01}
+    ranks: dict[str, Any] = {"num_boxes": 2, "attempt_key": "one launcher's", "process_age_s": 0.01}
     async with AsyncCoordinatorClient(address, TOKEN) as dying:
         await dying.open_run(opening(client_id="c0", **ranks))
         seen = (await dying.watch_run(watching())).version

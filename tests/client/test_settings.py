@@ -91,7 +91,7 @@ def test_key_is_the_launch_s_without_each_machine_s_restarts(torchrun: pytest.Mo
 @pytest.fixture
 def distributed(tmp_path: Path) -> Iterator[None]:
     """torch.distributed is initialised, with this process alone."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

@@ -54,6 +54,6 @@ def fit(strategy: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] in ("tcp", "env"):
-        torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
     else:
         fit(sys.argv[1])

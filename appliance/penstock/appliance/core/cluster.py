@@ -213,7 +213,7 @@ class ClusterState:
         self.new_ends.append((run.name, end))
         text = f"{end.reason}, after step {end.step}: {end.text}"
         place = {"attempt": attempt.number, "step": end.step, **({"box": end.box} if end.HasField("box") else {})}
-        self.events.add("run ended", text, run=run.name, fault=end.fault, **place)
+        self.events.add("run ended", text, run=run.name, worker="", fault=end.fault, **place)
 
     def add_slot_event(self, kind: str, text: str, slot: Slot, worker: str) -> None:
         numbers = {name: value for name, value in slot.key._asdict().items() if name != "run"}
