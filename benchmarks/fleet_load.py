@@ -43,8 +43,8 @@ __all__ = ["Fleet", "main", "percentile"]
 
 WORKERS_PER_BOX = 10
 CONNECTIONS = 32
-"""Number of connections to the coordinator that all fake workers and boxes share. What a connection costs the
-coordinator is measured separately."""
+"""Number of connections to the coordinator that all fake workers and boxes share, if not told. What a connection costs
+the coordinator is measured separately."""
 PROBES_PER_S = 50.0
 LARGE = 76_000
 """Size of a large state or snapshot, in bytes."""
@@ -133,16 +133,24 @@ async def probe(address: str, workers: int) -> None:
 class Fleet:
     """Coordinator process, its fleet of fake workers and boxes, and the phases of a measurement.
 
-    lease_s: seconds of silence after which the coordinator takes a worker for dead; None: its default.
+    lease_s: seconds of silence after which the coordinator takes a worker for dead; None: its default. connections:
+    number of connections that all workers and boxes share.
     """
 
-    def __init__(self, workers: int, boxes: int, seconds: float, lease_s: float | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        boxes: int,
+        seconds: float,
+        lease_s: float | None = None,
+        connections: int = CONNECTIONS,
+    ) -> None:
         self._lease = [] if lease_s is None else ["--worker-lease-s", str(lease_s)]
         self.seconds = seconds
         self.tally = Tally()
         self.payload = Payload()
         self.address = ""
-        self._count, self._box_count = workers, boxes
+        self._count, self._box_count, self._connections = workers, boxes, connections
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-fleet-"))
         self._coordinator: asyncio.subprocess.Process | None = None
         self._clients: list[AsyncCoordinatorClient] = []
@@ -159,14 +167,14 @@ class Fleet:
         await self.start_coordinator("127.0.0.1:0")
         token = os.environ["PENSTOCK_TOKEN"]
         wait = PHASE_DEADLINE_S
-        self._clients = [AsyncCoordinatorClient(self.address, token, deadline_s=wait) for _ in range(CONNECTIONS)]
+        self._clients = [AsyncCoordinatorClient(self.address, token, deadline_s=wait) for _ in range(self._connections)]
         spares = max(2, self._count // 100)
         for number in range(self._count + spares):
-            client = self._clients[number % CONNECTIONS]
+            client = self._clients[number % self._connections]
             self.workers.append(FakeWorker(f"w{number:05d}", client, self.tally, self.payload))
         each = self._count // self._box_count
         for number in range(self._box_count):
-            client = self._clients[number % CONNECTIONS]
+            client = self._clients[number % self._connections]
             self.boxes.append(FakeBox(number, self._box_count, each, client, self.tally))
         return self
 
@@ -249,7 +257,7 @@ class Fleet:
         found["assignments"] = len(slots)
         found["assigned_s"] = max((at - first for at in slots.values()), default=None)
         found["settled"] = len(self.tally.settled)
-        found["retries"], found["retried_for"] = self.tally.retries, self.tally.retried_for
+        found["retried"] = dict(self.tally.retried)
         found["settled_s"] = max((at - first for _, at in self.tally.settled), default=None)
         found["to_assignment_s"] = spread([at - opened[box] for (box, _), at in slots.items()])
         found["to_settled_s"] = spread([at - opened[box] for box, at in self.tally.settled])
@@ -420,7 +428,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{options.workers} workers: {name}, {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
         found["failures"] = fleet.tally.failures
         found["lost"] = fleet.tally.lost
-        found["retries"], found["retried_for"] = fleet.tally.retries, fleet.tally.retried_for
+        found["retried"] = dict(fleet.tally.retried)
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,17 +50,14 @@ class Tally:
     snapshot_bytes: int = 0
     refused: int = 0
     failures: list[str] = field(default_factory=list)
-    retries: int = 0
-    retried_for: str = ""
-    """Message of the last error after which a call was tried again, because the coordinator could not be reached.
-    `retries` counts these errors."""
+    retried: Counter[str] = field(default_factory=Counter)
+    """Messages of errors after which calls were tried again, because the coordinator could not be reached."""
     lost: int = 0
     """Number of slots that were moved because a worker missed its lease."""
 
     async def pause(self, error: PenstockError) -> None:
         """Count an error because of which a call is tried again, and wait about RETRY_S seconds."""
-        self.retries += 1
-        self.retried_for = error.message
+        self.retried[error.message] += 1
         await asyncio.sleep(random.uniform(0.5, 1.5) * RETRY_S)
 
     def failed(self, who: str, error: BaseException) -> None:
