@@ -124,6 +124,7 @@ SLOW_SUITES = {
     "system/test_runner_faults",
     "system/test_signals",
     "system/test_stopped",
+    "system/test_upgrades",
 }
 """Folders and files that `make slow` runs and `make test` leaves out: whole trainings, programs and pages, and faults
 of real processes at many moments. Each protects a whole that the other tests prove in parts: the decisions after a

@@ -137,6 +137,8 @@ def test_draining_or_barred_worker_gets_no_slot(world: FakeCluster) -> None:
     assert planned(world) == []
     empty.draining, empty.allow = False, ("another",)
     assert planned(world) == []
+    empty.allow, empty.lane_protocol = (), empty.lane_protocol + 1
+    assert planned(world) == []
 
 
 def test_straggler_changes_machine_with_backoff(world: FakeCluster) -> None:

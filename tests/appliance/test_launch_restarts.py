@@ -137,12 +137,19 @@ def test_drained_slot_restarts_all(world: FakeCluster) -> None:
     worker.heartbeat(*(_worked(worker, assignment) for assignment in worker.heartbeat().assignments))
     world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="w"))
     assert not any(a.start.step for a in (*worker.heartbeat().assignments, *other.heartbeat().assignments)), "no room"
+    world.worker("newer", 4, lanes=9)
+    drain_again(world)
+    assert [a.start.step for a in worker.heartbeat().assignments] == [0] * 4, "no room where the job's lanes are spoken"
     more = world.worker("more", 2)
-    world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="w", undo=True))
-    world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="w"))
+    drain_again(world)
     assert not worker.heartbeat().assignments
     assigned = [*other.heartbeat().assignments, *more.heartbeat().assignments]
     assert [(a.start.step, a.is_target) for a in assigned] == [(8, False)] * 4
+
+
+def drain_again(world: FakeCluster) -> None:
+    world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="w", undo=True))
+    world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="w"))
 
 
 def _worked(worker: FakeWorker, assignment: records_pb2.WorkerAssignment) -> pb.SlotReport:

@@ -116,6 +116,7 @@ class FakeRun:
         self.ended_boxes: dict[int, int] = {}
         self.box_apart: Any = None
         self.twin: int | None = None
+        self.unplaced_because = ""
         self.error: PenstockError | None = None
         self.closed = False
         self.away_since: float | None = None

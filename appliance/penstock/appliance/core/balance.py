@@ -27,7 +27,6 @@ from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Worker
 from penstock.appliance.core.placement import UNREACHABLE_S, Placement
 from penstock.appliance.journal.snapshot_index import SlotKey
-from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -169,4 +168,4 @@ def _may_go(cluster: ClusterState, slot: Slot, full: Worker, empty: Worker, now:
     opening = box.opening
     near = full.host_id == opening.host_id != empty.host_id
     barred = slot.was_slow_at | slot.unfit_at(cluster.workers) | _unreachable(cluster, box)
-    return not near and empty.name not in barred and empty.may_run(module_of(opening.loader.input_fn))
+    return not near and empty.name not in barred and empty.can_serve(opening)

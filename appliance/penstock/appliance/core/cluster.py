@@ -50,6 +50,8 @@ class ClusterState:
         self.runs: dict[str, Run] = {}
         self.workers: dict[str, Worker] = {}
         self.free_capacity = FreeCapacity(self.workers)
+        self.lane_protocols: Counter[int] = Counter()
+        """Lane protocol -> workers that speak it and take slots, at the last tick."""
         self.fleet, self.fleet_at = 0, 0.0
         """Workers that the lease policy assumes, and the time when this was set: `count_fleet`."""
         self.load_factor = 1.0

@@ -24,7 +24,7 @@ from functools import cached_property
 from penstock.appliance.core.gauges import HALF_S, BoxWaits, SlotGauge
 from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.errors import SupersededError, UnknownRunError
-from penstock.proto.state.allowed_modules import under
+from penstock.proto.state.allowed_modules import module_of, under
 from penstock.proto.state.epoch_labels import labels_in
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
@@ -38,6 +38,10 @@ a worker whose reply is above channel.REPLY_MAX would lose its lease. 1,024 slot
 
 ASSIGNMENT_BYTES = 256
 """Estimated bytes of the small fields of an assignment; the large ones (loader, saved state, position) are measured."""
+
+
+UNNAMED_LANE_PROTOCOL = 8
+"""Lane protocol of the training jobs and workers that do not name theirs: the last one of the releases that did not."""
 
 
 class AttemptState(Enum):
@@ -538,6 +542,7 @@ class Worker:
     """Empty: not known."""
     cores: int = 0
     """0 = not known."""
+    lane_protocol: int = UNNAMED_LANE_PROTOCOL
     slots: dict[SlotKey, int] = field(default_factory=dict)
     """Slots that the worker runs or prepares -> bytes of their assignments in a heartbeat reply."""
     more_requests: bool = False
@@ -554,12 +559,20 @@ class Worker:
         """Return whether the worker may run input_fn's module; True if it reported no prefixes and so checks itself."""
         return not self.allow or under(module, self.allow)
 
+    def can_serve(self, opening: pb.OpenRunRequest) -> bool:
+        """Return whether the worker may run the job's input_fn and speaks its lane protocol."""
+        return self.lane_protocol == lane_protocol_of(opening) and self.may_run(module_of(opening.loader.input_fn))
+
     @property
     def free(self) -> int:
         """Slots that the worker can take; 0 if it drains, is not registered, or has ASSIGNMENTS_MAX bytes."""
         if self.draining or not self.registered or sum(self.slots.values()) >= ASSIGNMENTS_MAX:
             return 0
         return self.capacity - len(self.slots)
+
+
+def lane_protocol_of(request: pb.OpenRunRequest | pb.RegisterWorkerRequest) -> int:
+    return request.lane_protocol or UNNAMED_LANE_PROTOCOL
 
 
 _DIGEST = "sha256:"

@@ -1,15 +1,15 @@
 """Placement: the choice of the worker for a waiting slot, as a pure function, with heaps that make the choice fast.
 
-Among workers that may run the slot's input_fn (penstock.proto.state.allowed_modules; one that did not report its
-allowed modules checks them itself), the order is: one where the slot was not lost repeatedly (a single loss does not
-count: a runner killed by hand or for lack of memory should restart on the same host); one on the box's own host, where
-a batch costs one memcpy; the smallest share of capacity in use; the first by name. A slot does not move only because a
-better worker has registered: a move costs a replay.
+Among workers that speak the training job's lane protocol (their lanes would refuse it otherwise) and may run the slot's
+input_fn (penstock.proto.state.allowed_modules; one that did not report its allowed modules checks them itself), the
+order is: one where the slot was not lost repeatedly (a single loss does not count: a runner killed by hand or for lack
+of memory should restart on the same host); one on the box's own host, where a batch costs one memcpy; the smallest
+share of capacity in use; the first by name. A slot does not move only because a better worker has registered: a move
+costs a replay.
 
-Comparing all workers for each slot would take minutes for a job of 10,000 slots. So heaps, a few for each set of
-allowed prefixes, keep the workers of a host and of all hosts by (load, name). Code that changes a worker adds a new
-entry for it; stale entries are skipped. Workers that lost the slot repeatedly are compared only if no other has free
-capacity.
+Comparing all workers for each slot would take minutes for a job of 10,000 slots. So heaps, a few for each kind of
+worker, keep the workers of a host and of all hosts by (load, name). Code that changes a worker adds a new entry for it;
+stale entries are skipped. Workers that lost the slot repeatedly are compared only if no other has free capacity.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Set
 
-from penstock.appliance.core.entities import Slot, Worker
+from penstock.appliance.core.entities import Slot, Worker, lane_protocol_of
 from penstock.proto.state.allowed_modules import module_of, under
+from penstock.proto.v1 import coordinator_pb2 as pb
 
 _Entry = tuple[float, str]
 """Load (used share of the capacity) and name of a worker."""
+_Kind = tuple[tuple[str, ...], int]
+"""Allowed prefixes and lane protocol of a worker."""
 
 
 def cost(slot: Slot, host_id: str, worker: Worker) -> tuple[int, bool, float, str]:
@@ -47,13 +50,26 @@ def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
     )
 
 
+def why_not_spoken(opening: pb.OpenRunRequest, lane_protocols: Mapping[int, int]) -> str:
+    """Return how many workers cannot serve the job for their lane protocol, with the remedy; "" if none. The numbers
+    of workers by lane protocol are given."""
+    ours = lane_protocol_of(opening)
+    others = {theirs: count for theirs, count in sorted(lane_protocols.items()) if theirs != ours}
+    if not others:
+        return ""
+    told = [f"{count} worker{'s speak' if count > 1 else ' speaks'}" for count in others.values()]
+    each = (f"{workers} lane protocol {theirs}" for workers, theirs in zip(told, others, strict=True))
+    remedy = "upgrade the job, or keep workers of its release" if max(others) > ours else "upgrade the workers"
+    return f"{' and '.join(each)}, this job {ours}: {remedy}"
+
+
 class FreeCapacity:
     """Index of the workers with free capacity. It reads the dict `workers` (by name) and never changes it."""
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
-        self._heaps: dict[tuple[str, ...], dict[str | None, list[_Entry]]] = {}
-        """Allowed prefixes -> host -> heap of workers, by load and name; None = of all hosts."""
+        self._heaps: dict[_Kind, dict[str | None, list[_Entry]]] = {}
+        """Kind -> host -> heap of workers, by load and name; None = of all hosts."""
         self._entries = 0
         """Entries added since the last rebuild, which removes stale ones."""
 
@@ -66,39 +82,41 @@ class FreeCapacity:
             self._heaps, self._entries = {}, 0
             for other in self._workers.values():
                 self.offer(other)
-        heaps = self._heaps.setdefault(worker.allow, {})
+        heaps = self._heaps.setdefault(_kind_of(worker), {})
         for host_id in (None, worker.host_id):
             heapq.heappush(heaps.setdefault(host_id, []), (worker.load, worker.name))
 
     @property
     def is_full(self) -> bool:
-        return all(self._best(heaps[None], allow, None, set()) is None for allow, heaps in self._heaps.items())
+        return all(self._best(heaps[None], kind, None, set()) is None for kind, heaps in self._heaps.items())
 
-    def choose(self, slot: Slot, host_id: str, input_fn: str, barred: Set[str] = frozenset()) -> Worker | None:
-        """Return the best worker for `slot` that is not `barred`; None if no allowed one has free capacity."""
-        module = module_of(input_fn)
-        fitting = [(allow, heaps) for allow, heaps in self._heaps.items() if not allow or under(module, allow)]
+    def choose(self, slot: Slot, opening: pb.OpenRunRequest, barred: Set[str] = frozenset()) -> Worker | None:
+        """Return the best worker for `slot` that is not `barred`; None if none that can serve it has free capacity."""
+        module, spoken, host_id = module_of(opening.loader.input_fn), lane_protocol_of(opening), opening.host_id
+        fitting = [
+            (kind, heaps)
+            for kind, heaps in self._heaps.items()
+            if kind[1] == spoken and (not kind[0] or under(module, kind[0]))
+        ]
         lost_at = {loss.worker for loss in slot.losses if _lost_at(slot, loss.worker) > 1}
         avoided = lost_at | barred
-        best = [self._best(heaps.get(host_id, []), allow, host_id, avoided) for allow, heaps in fitting]
+        best = [self._best(heaps.get(host_id, []), kind, host_id, avoided) for kind, heaps in fitting]
         if not any(best):
-            best = [self._best(heaps[None], allow, None, avoided) for allow, heaps in fitting]
+            best = [self._best(heaps[None], kind, None, avoided) for kind, heaps in fitting]
         if not any(best):
             among = [self._workers[name] for name in lost_at - barred if name in self._workers]
-            best = [worker for worker in among if worker.free > 0 and worker.may_run(module)]
+            best = [worker for worker in among if worker.free > 0 and worker.can_serve(opening)]
         found = [worker for worker in best if worker is not None]
         return min(found, key=lambda worker: cost(slot, host_id, worker), default=None)
 
-    def _best(
-        self, heap: list[_Entry], allow: tuple[str, ...], host_id: str | None, avoided: Set[str]
-    ) -> Worker | None:
+    def _best(self, heap: list[_Entry], kind: _Kind, host_id: str | None, avoided: Set[str]) -> Worker | None:
         """Return the first worker of the heap that is not in `avoided`; stale entries before it are removed."""
         passed: list[_Entry] = []
         found = None
         while heap and found is None:
             load, name = heap[0]
             worker = self._workers.get(name)
-            true = worker is not None and worker.free > 0 and worker.load == load and worker.allow == allow
+            true = worker is not None and worker.free > 0 and worker.load == load and _kind_of(worker) == kind
             if worker is not None and true and host_id in (None, worker.host_id):
                 if name not in avoided:
                     found = worker
@@ -108,3 +126,7 @@ class FreeCapacity:
         for entry in set(passed):
             heapq.heappush(heap, entry)
         return found
+
+
+def _kind_of(worker: Worker) -> _Kind:
+    return worker.allow, worker.lane_protocol

@@ -69,11 +69,12 @@ def is_due(attempt: Attempt, box: Box, slot: Slot) -> bool:
 
 
 def fits_elsewhere(workers: Mapping[str, Worker], attempt: Attempt) -> bool:
-    """Return whether the run's slots on draining workers all fit on other workers."""
+    """Return whether the run's slots on draining workers all fit on other workers that can serve the run."""
     slots = (slot for box in attempt.boxes.values() for slot in box.slots)
     homes = (workers.get(slot.worker) for slot in slots)
     leaving = sum(home is not None and home.draining for home in homes)
-    return sum(worker.free for worker in workers.values()) >= leaving
+    opening = next(iter(attempt.boxes.values())).opening
+    return sum(worker.free for worker in workers.values() if worker.can_serve(opening)) >= leaving
 
 
 def is_refuted(box: Box, slot: Slot, error: records_pb2.ErrorDetail) -> bool:

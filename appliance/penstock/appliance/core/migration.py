@@ -19,6 +19,7 @@ from __future__ import annotations
 from penstock.appliance.core import balance, launch_restarts
 from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Slot, Worker
+from penstock.appliance.core.free_capacity import why_not_spoken
 from penstock.appliance.core.placement import UNREACHABLE_S, Placement
 from penstock.proto.errors import UnknownWorkerError
 from penstock.proto.rpc.bounds.message_bounds import owned
@@ -138,10 +139,10 @@ class Migrations:
         """Return the slots that run on the worker, without those of which it is only the migration target."""
         return [slot for slot in self._cluster.slots_of(worker) if slot.worker == worker.name]
 
-    def stuck(self, worker: Worker, now: float) -> int:
+    def stuck(self, worker: Worker, now: float) -> list[Slot]:
         """Return the slots that cannot leave a draining worker: failed, or without free capacity elsewhere."""
         staying = [slot for slot in self.owned(worker) if slot.target is None]
-        return sum(slot.phase == pb.FAILED or self._elsewhere(slot, worker, now) is None for slot in staying)
+        return [slot for slot in staying if slot.phase == pb.FAILED or self._elsewhere(slot, worker, now) is None]
 
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
         """Drain a worker, end its drain, or only report, for an operator. Raises UnknownWorkerError. After a restart,
@@ -156,9 +157,13 @@ class Migrations:
         if not request.look:
             self.set_draining(worker, not request.undo, now)
         failed = sum(slot.phase == pb.FAILED for slot in self.owned(worker))
+        stuck = self.stuck(worker, now) if worker.draining else []
+        openings = (self._cluster.box_of(slot)[1].opening for slot in stuck if slot.phase != pb.FAILED)
+        because = (why_not_spoken(opening, self._cluster.lane_protocols) for opening in openings)
         return pb.DrainWorkerReply(
             slots=len(self.owned(worker)),
-            stuck=self.stuck(worker, now) - failed if worker.draining else 0,
+            stuck=sum(slot.phase != pb.FAILED for slot in stuck),
+            stuck_because=next(filter(None, because), ""),
             failed=failed,
             draining=worker.draining or not worker.registered,
             session=worker.session,

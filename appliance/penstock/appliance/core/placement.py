@@ -8,7 +8,7 @@ from collections.abc import Set
 
 from penstock.appliance.core import launch_restarts, quarantine
 from penstock.appliance.core.cluster import ClusterState
-from penstock.appliance.core.entities import Attempt, Box, MigrationTarget, Slot, SlotLoss, Worker
+from penstock.appliance.core.entities import Attempt, Box, MigrationTarget, Slot, SlotLoss, Worker, lane_protocol_of
 from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.rpc.channel import detail_of, error_of
 from penstock.proto.state.position import Position
@@ -36,14 +36,14 @@ class Placement:
         """Slots that wait for a worker, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
         """Slots still to try in this round of `place_waiting`; a round tries all `waiting` ones, in several calls."""
-        self._stuck: set[str] = set()
-        """Values of input_fn for which this round found no free capacity."""
+        self._stuck: set[tuple[str, int]] = set()
+        """input_fn and lane protocol of slots for which this round found no free capacity."""
 
     def find_worker(self, slot: Slot, *barred: Set[str]) -> Worker | None:
         """Return the best worker; sets of `barred` names are tried in turn until one leaves free capacity."""
         opening = self._cluster.box_of(slot)[1].opening
         for names in barred:
-            worker = self._cluster.free_capacity.choose(slot, opening.host_id, opening.loader.input_fn, names)
+            worker = self._cluster.free_capacity.choose(slot, opening, names)
             if worker is not None:
                 return worker
         return None
@@ -64,13 +64,13 @@ class Placement:
             if slot is None:  # its attempt has ended meanwhile
                 continue
             attempt, box = self._cluster.box_of(slot)
-            input_fn, now = box.opening.loader.input_fn, self._cluster.clock()
-            if input_fn in self._stuck:
+            kind, now = (box.opening.loader.input_fn, lane_protocol_of(box.opening)), self._cluster.clock()
+            if kind in self._stuck:
                 continue
             far = (box.unreachable_since(now - UNREACHABLE_S), box.unreachable_since(now - UNREACHABLE_AGAIN_S))
             worker = self.find_worker(slot, *far, frozenset())
             if worker is None:
-                self._stuck.add(input_fn)
+                self._stuck.add(kind)
                 continue
             del self.waiting[slot.key]
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session

@@ -15,6 +15,7 @@ coordinator itself was stopped, all leases are extended by that time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from penstock.appliance.core import views
@@ -156,6 +157,8 @@ class StateMachine:
             now, patience_s(cluster.load_factor, cluster.worker_lease_policy().lease_s, unreceived_s)
         )
         cluster.count_fleet(now)
+        takers = (worker for worker in cluster.workers.values() if worker.registered and not worker.draining)
+        cluster.lane_protocols = Counter(worker.lane_protocol for worker in takers)
         self.attempts.tick(now, patience_s(cluster.load_factor, cluster.box_lease_policy().lease_s, unreceived_s))
         in_use = {blob for attempt in cluster.open_attempts() for blob in attempt.blobs}
         cluster.snapshot_index.drop_idle_blobs(in_use, now)

@@ -11,6 +11,7 @@ from penstock.appliance.core import demand
 from penstock.appliance.core.bottleneck import find
 from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Worker
+from penstock.appliance.core.free_capacity import why_not_spoken
 from penstock.appliance.core.leases import LeasePolicy
 from penstock.appliance.core.state_query import SlotStateRequest
 from penstock.appliance.journal.snapshot_index import SlotKey
@@ -63,10 +64,12 @@ def watch_reply(
         ended.append(pb.BoxEnd(box=left[1], step=left[0], goes_on=True))
     elif begun and label not in (-1, label_of(box.labels_to(), epoch)):
         ended.append(pb.BoxEnd(box=first, goes_on=True, label=label))
+    missing = sum(slot.phase == pb.WAITING for slot in box.slots)
     return pb.WatchRunReply(
         version=box.version,
         slots=[slot_view(cluster, slot) for slot in box.slots] if box.version != seen_version else (),
-        missing_slots=sum(slot.phase == pb.WAITING for slot in box.slots),
+        missing_slots=missing,
+        unplaced_because=why_not_spoken(box.opening, cluster.lane_protocols) if missing else "",
         wall_s=wall_s,
         ended=ended,
         heartbeat_s=lease_policy.heartbeat_s,
@@ -269,3 +272,6 @@ def _fill_run(
     bottleneck = find(going, cluster.workers, busy_cores)
     if bottleneck is not None:
         status.bottleneck.CopyFrom(bottleneck)
+        because = why_not_spoken(attempt.boxes[bottleneck.box].opening, cluster.lane_protocols)
+        if bottleneck.kind == "unplaced" and because:
+            status.bottleneck.text += f" {because}."

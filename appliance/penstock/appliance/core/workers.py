@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from penstock.appliance.core import launch_restarts, quarantine, views
 from penstock.appliance.core.cluster import ClusterState
-from penstock.appliance.core.entities import Slot, Worker
+from penstock.appliance.core.entities import Slot, Worker, lane_protocol_of
 from penstock.appliance.core.leases import LEASE_MAX_S, PromisedLease
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.placement import SLOTS_AT_ONCE, Placement
@@ -89,6 +89,7 @@ class Workers:
             allow=tuple(request.allow),
             release=request.version,
             cores=request.cores,
+            lane_protocol=lane_protocol_of(request),
             slots=keeps,
         )
         cluster.workers[worker.name] = worker
@@ -142,7 +143,7 @@ class Workers:
         worker.lease_until = max(worker.lease_until, worker.seen_at + lease_policy.lease_s)
         cluster.journal.commit()
         slot_requests = self._state_queries.slot_requests(worker.name, cluster.clock())
-        stuck = self._migrations.stuck(worker, cluster.clock()) if worker.draining else 0
+        stuck = len(self._migrations.stuck(worker, cluster.clock())) if worker.draining else 0
         return views.heartbeat_reply(cluster, worker, request, lease_policy, slot_requests, stuck)
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:

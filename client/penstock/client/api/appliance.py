@@ -47,6 +47,7 @@ from penstock.proto.errors import (
     OverloadedError,
     PenstockError,
 )
+from penstock.proto.lane.frames import LANE_PROTOCOL
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, Tls, host_id, is_local, read_token
 from penstock.proto.rpc.credentials.tokens import admin_tokens
@@ -282,6 +283,7 @@ class Appliance:
             host_id=link.host,
             loader=self._spec(opening),
             start=start.position,
+            lane_protocol=LANE_PROTOCOL,
         )
         if opening.seed is not None:
             request.has_seed, request.seed = True, opening.seed

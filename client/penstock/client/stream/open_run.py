@@ -282,6 +282,7 @@ class OpenRun(StreamRun):
             self.away_since, self.replied_at, backoff = None, time.monotonic(), SHORTEST_BACKOFF_S
             hold_s, self._lease_s = intervals(reply)
             self._commit_mark = reply.commit_mark
+            self.unplaced_because = reply.unplaced_because
             self.ended_boxes = {end.box: end.step for end in reply.ended if not end.goes_on}
             self.box_apart = next((end for end in reply.ended if end.goes_on), None)
             seen = reply.version

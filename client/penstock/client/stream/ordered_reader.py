@@ -318,7 +318,7 @@ class OrderedReader(Reader):
         if (since := self.run.away_since) is not None:
             why = f"the coordinator has not answered for {time.monotonic() - since:.0f} s"
         elif view.phase in NO_WORKER:
-            why = "no worker has free slots"
+            why = self.run.unplaced_because or "no worker has free slots"
         elif view.phase == pb.STARTING:
             why = STAGES.get(view.start_stage, "start of its runner")
             if view.start_queue_position:

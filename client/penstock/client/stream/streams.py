@@ -102,6 +102,8 @@ class StreamRun(ABC):
         """A box that is in another epoch than this one."""
         self.twin: int | None = None
         """Another box that got an equal first batch."""
+        self.unplaced_because = ""
+        """Workers that cannot take slots for their lane protocol, with the remedy; "" if none, or no slot waits."""
         self.abandoned = False
         """True once the loader was garbage-collected; its finalizer sets it."""
         self.away_since: float | None = None
@@ -220,9 +222,10 @@ class Reader(ABC):
         waited = f"{self.label}: box {run.box} waited {waited_s:.0f} s for {what}"
         if view.phase in NO_WORKER:
             missing = sum(v.phase in NO_WORKER for v in run.views)
+            because = f". {run.unplaced_because}" if run.unplaced_because else ""
             return NoWorkersError(
                 f"{waited}: {missing} of its {run.num_slots} worker slots have no worker (slot {view.slot} is due)"
-                f"{away}. Start more `penstock worker`s, or lower num_workers_per_box"
+                f"{away}{because or '. Start more `penstock worker`s, or lower num_workers_per_box'}"
             )
         starting = f"its runner is {queued(view) if view.start_queue_position else 'still starting'}"
         doing = {pb.STARTING: starting, pb.READY: "its next batch has not arrived"}

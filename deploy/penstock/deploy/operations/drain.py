@@ -89,7 +89,8 @@ def _wait(
 
 
 def _still(worker: str, left: pb.DrainWorkerReply) -> str:
-    why = f"; no other worker has free capacity for {left.stuck} of these slots: start workers" if left.stuck else ""
+    remedy = left.stuck_because or "start workers"
+    why = f"; no other worker has free capacity for {left.stuck} of these slots: {remedy}" if left.stuck else ""
     if left.failed:
         why += f"; {left.failed} of these slots have failed, and stay until their training job ends"
     return f"worker {worker} still runs {left.slots} slots{why}"

@@ -21,6 +21,8 @@ from penstock.proto.lane.ring import Ring
 from penstock.proto.v1 import records_pb2
 
 LANE_PROTOCOL = 8
+"""Number of the protocol of lanes. Workers and training jobs name theirs to the coordinator, and a job's slots go only
+to workers of the same one. Raise it also if a worker could not take a slot over from one of the release before."""
 MAX_FRAME = 64 << 10
 """Largest size of a frame in bytes. The default buffer of a Unix socket holds three of them."""
 HEAD = struct.Struct("<I")

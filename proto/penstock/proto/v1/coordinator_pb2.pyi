@@ -142,6 +142,7 @@ class OpenRunRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     RESTART_FIELD_NUMBER: _builtins.int
     PROCESS_AGE_S_FIELD_NUMBER: _builtins.int
+    LANE_PROTOCOL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Penstock's version, for messages"""
     job: _builtins.str
@@ -167,6 +168,12 @@ class OpenRunRequest(_message.Message):
     """valid with has_seed; otherwise the journaled seed, or a new one"""
     process_age_s: _builtins.float
     """seconds since the calling process was started. All processes of a launch are dead"""
+    lane_protocol: _builtins.int
+    """before the next one's are started, so only boxes that have reported since then are
+    of this launch; while that is not known, the call is refused (ALREADY_EXISTS) and
+    is to be repeated. 0: not known; all live boxes count as such
+    version of lane.proto that the training job speaks: only workers of the same one get
+    """
     @_builtins.property
     def loader(self) -> _records_pb2.LoaderSpec: ...
     @_builtins.property
@@ -198,10 +205,11 @@ class OpenRunRequest(_message.Message):
         start: _records_pb2.BoxPosition | None = ...,
         restart: _records_pb2.Restart | None = ...,
         process_age_s: _builtins.float = ...,
+        lane_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loader", b"loader", "restart", b"restart", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_key", b"attempt_key", "box", b"box", "client_id", b"client_id", "has_seed", b"has_seed", "host_id", b"host_id", "job", b"job", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "ordinal", b"ordinal", "process_age_s", b"process_age_s", "restart", b"restart", "resume", b"resume", "seed", b"seed", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_key", b"attempt_key", "box", b"box", "client_id", b"client_id", "has_seed", b"has_seed", "host_id", b"host_id", "job", b"job", "lane_protocol", b"lane_protocol", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "ordinal", b"ordinal", "process_age_s", b"process_age_s", "restart", b"restart", "resume", b"resume", "seed", b"seed", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -649,6 +657,7 @@ class WatchRunReply(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     MISSING_SLOTS_FIELD_NUMBER: _builtins.int
+    UNPLACED_BECAUSE_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
@@ -660,6 +669,8 @@ class WatchRunReply(_message.Message):
     version: _builtins.int
     missing_slots: _builtins.int
     """slots of this box without a worker"""
+    unplaced_because: _builtins.str
+    """with missing_slots: workers that cannot take them for their lane protocol, and the"""
     wall_s: _builtins.float
     """collective; and a box that is in another epoch than this one
     the coordinator's clock, seconds since the epoch
@@ -679,7 +690,9 @@ class WatchRunReply(_message.Message):
 
     @_builtins.property
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxEnd]:
-        """the other boxes that have ended, for which boxes that continue would wait in a"""
+        """remedy; "" = there are none
+        the other boxes that have ended, for which boxes that continue would wait in a
+        """
 
     @_builtins.property
     def fence(self) -> Global___MixtureFence:
@@ -691,6 +704,7 @@ class WatchRunReply(_message.Message):
         version: _builtins.int = ...,
         slots: _abc.Iterable[Global___SlotView] | None = ...,
         missing_slots: _builtins.int = ...,
+        unplaced_because: _builtins.str = ...,
         ended: _abc.Iterable[Global___BoxEnd] | None = ...,
         wall_s: _builtins.float = ...,
         heartbeat_s: _builtins.float = ...,
@@ -702,7 +716,7 @@ class WatchRunReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_twin", b"_twin", "fence", b"fence", "twin", b"twin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_twin", b"_twin", "commit_mark", b"commit_mark", "ended", b"ended", "fence", b"fence", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "twin", b"twin", "version", b"version", "wall_s", b"wall_s", "wants_epoch_starts", b"wants_epoch_starts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_twin", b"_twin", "commit_mark", b"commit_mark", "ended", b"ended", "fence", b"fence", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "twin", b"twin", "unplaced_because", b"unplaced_because", "version", b"version", "wall_s", b"wall_s", "wants_epoch_starts", b"wants_epoch_starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__twin: _TypeAlias = _typing.Literal["twin"]  # noqa: Y015
     _WhichOneofArgType__twin: _TypeAlias = _typing.Literal["_twin", b"_twin"]  # noqa: Y015
@@ -947,6 +961,7 @@ class RegisterWorkerRequest(_message.Message):
     ALLOW_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
+    LANE_PROTOCOL_FIELD_NUMBER: _builtins.int
     COMMIT_MARK_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     worker: _builtins.str
@@ -965,6 +980,8 @@ class RegisterWorkerRequest(_message.Message):
     """
     cores: _builtins.int
     """processors that the worker may use (affinity, container's quota); 0 = unknown"""
+    lane_protocol: _builtins.int
+    """as in OpenRunRequest"""
     commit_mark: _builtins.bytes
     """from the last HeartbeatReply: see WatchRunReply"""
     @_builtins.property
@@ -984,11 +1001,12 @@ class RegisterWorkerRequest(_message.Message):
         allow: _abc.Iterable[_builtins.str] | None = ...,
         draining: _builtins.bool = ...,
         cores: _builtins.int = ...,
+        lane_protocol: _builtins.int = ...,
         commit_mark: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "commit_mark", b"commit_mark", "cores", b"cores", "draining", b"draining", "host_id", b"host_id", "local_address", b"local_address", "session", b"session", "slots", b"slots", "tcp_address", b"tcp_address", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "commit_mark", b"commit_mark", "cores", b"cores", "draining", b"draining", "host_id", b"host_id", "lane_protocol", b"lane_protocol", "local_address", b"local_address", "session", b"session", "slots", b"slots", "tcp_address", b"tcp_address", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1721,6 +1739,7 @@ class DrainWorkerReply(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    STUCK_BECAUSE_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
     """slots that the worker still has"""
     stuck: _builtins.int
@@ -1731,6 +1750,8 @@ class DrainWorkerReply(_message.Message):
     """session of the worker's process; another process under the name has another"""
     failed: _builtins.int
     """number of `slots` with a failed loader, which stay until their training job ends"""
+    stuck_because: _builtins.str
+    """with `stuck`: as WatchRunReply.unplaced_because"""
     def __init__(
         self,
         *,
@@ -1739,10 +1760,11 @@ class DrainWorkerReply(_message.Message):
         draining: _builtins.bool = ...,
         session: _builtins.str = ...,
         failed: _builtins.int = ...,
+        stuck_because: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "failed", b"failed", "session", b"session", "slots", b"slots", "stuck", b"stuck"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "failed", b"failed", "session", b"session", "slots", b"slots", "stuck", b"stuck", "stuck_because", b"stuck_because"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from penstock.proto.errors import OverloadedError, PenstockError, SupersededError
+from penstock.proto.lane.frames import LANE_PROTOCOL
 from penstock.proto.rpc.bounds.polling import HOLD_S, MOST, PollPace, intervals, within
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, detail_of, host_id
@@ -172,7 +173,7 @@ class Daemon:
         at_once = asyncio.ensure_future(self._at_once.wait())
         while self._slots and not at_once.done() and (left_s := until - time.monotonic()) > 0:
             if self._draining and self._stuck >= len(self._slots) and not told:
-                _log.info("worker %s: no other worker has room for its %d slots", self.host.name, len(self._slots))
+                _log.info("worker %s: no other worker can take its %d slots", self.host.name, len(self._slots))
                 told = True
             self._replied.clear()
             replied = asyncio.ensure_future(self._replied.wait())
@@ -214,6 +215,7 @@ class Daemon:
             host_id=host_id(),
             slots=self.settings.slots,
             cores=cores(),
+            lane_protocol=LANE_PROTOCOL,
             local_address=self.listeners.local_address,
             tcp_address=self.listeners.tcp_address,
             allow=self.settings.allow,
