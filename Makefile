@@ -38,7 +38,8 @@ FUZZ_ARGS ?=
 # Of `make pythons`: the versions.
 PYTHONS ?= 3.12 3.13
 # Of `make frameworks`: releases that it saves with beside the installed one, most of them for Python 3.12 alone.
-RELEASES := megatron-core==0.17.0 megatron-core==0.19.2 nvidia-resiliency-ext==0.4.1 nvidia-resiliency-ext==0.7.0
+RELEASES := megatron-core==0.17.0 megatron-core==0.19.2 nvidia-resiliency-ext==0.4.1 nvidia-resiliency-ext==0.7.0 \
+	transformers==5.23.0 transformers==5.24.0
 PROTO_DIR := proto/penstock/proto/v1
 PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
 
@@ -179,7 +180,7 @@ loaders: $(STAMP) ## save and resume other libraries' loaders again and again, 3
 	$(BIN)/python -m pip install --no-deps litdata==0.2.76  # it asks for torchvision, which would bring another torch
 	$(BIN)/pytest -n 2 tests/loaders/run_third_party.py
 
-frameworks: $(FRAMEWORKS_VENV)/.setup-done ## train inside torchtitan, Megatron-core, TRL, NeMo Automodel and JAX, run a fleet on Ray; 6 GB
+frameworks: $(FRAMEWORKS_VENV)/.setup-done ## train inside torchtitan, Megatron-core, TRL, NeMo Automodel and JAX; their own tests from OWN_TESTS; a fleet on Ray; 8 GB
 	$(FRAMEWORKS_VENV)/bin/python -m pytest -n 1 tests/frameworks/run_*.py tests/deploy/run_up_ray.py tests/integrations/test_hf_trainer.py
 
 $(FRAMEWORKS_VENV)/.setup-done: pyproject.toml tests/frameworks/requirements.txt

@@ -421,6 +421,40 @@ def test_an_extra_state_is_not_filled(checkpointer: AsyncCheckpointer) -> None:
     assert Constant.NONE.tolist() == [0, 0]
 
 
+class Attributes:
+    """An object whose methods are attributes, as an adapter's that has those of another object, or a module's own."""
+
+    def __init__(self, value: int) -> None:
+        self.values = {"value": value}
+        self.state_dict = self.values.copy
+        self.load_state_dict = self.values.update
+
+
+def test_methods_that_are_attributes(checkpointer: AsyncCheckpointer) -> None:
+    """A module's and an optimizer's are asked in place of their classes' functions."""
+
+    def renamed(state_dict: Any) -> Any:
+        return {name.removeprefix("old_"): value for name, value in state_dict.items()}
+
+    def made(value: int) -> dict[str, Any]:
+        module = nn.Linear(2, 2)
+        nn.init.constant_(module.weight, value)
+        optimizer = Casts([("one", nn.Parameter(torch.ones(1)))], 0.1 * value)
+        return {"other": Attributes(value), "module": module, "optimizer": optimizer}
+
+    saved, present = made(1), made(2)
+    saved["module"].register_parameter("old_bias", saved["module"].bias)
+    del saved["module"].bias
+    present["module"].load_state_dict = lambda state, *_: nn.Linear.load_state_dict(present["module"], renamed(state))
+    present["optimizer"].load_state_dict = lambda state: present["optimizer"].param_groups[0].update(lr=7)
+    checkpointer.save(1, saved)
+    assert checkpointer.restore(present) == 1
+    assert present["other"].values == {"value": 1}
+    assert torch.equal(present["module"].weight, saved["module"].weight)
+    assert torch.equal(present["module"].bias, saved["module"].old_bias)
+    assert present["optimizer"].param_groups[0]["lr"] == 7
+
+
 class Moved(nn.Module):
     """A module that has renamed one inside it, and finds its old version."""
 

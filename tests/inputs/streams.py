@@ -50,6 +50,18 @@ def counter(batches: int = 10) -> Counter:
     return Counter(batches, first=1000 * current_assignment().global_worker_id)
 
 
+class Gaps(Counter):
+    """Every second batch is None."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch if batch["number"] % 2 else None
+
+
+def gaps(batches: int) -> Gaps:
+    return Gaps(batches, first=1000 * current_assignment().global_worker_id)
+
+
 class Paced(Counter):
     """Takes its time."""
 

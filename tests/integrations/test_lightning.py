@@ -43,6 +43,29 @@ def test_exact_at_every_step(appliance: Appliance, tmp_path: Path, input_fn: Any
     assert trainer.current_epoch == 2
 
 
+def test_batches_that_are_none_are_counted(appliance: Appliance, tmp_path: Path) -> None:
+    """Lightning trains on none of them, and calls fewer hooks."""
+    from lightning_fits import fit
+
+    module, _ = fit(appliance, streams.gaps, tmp_path, max_epochs=1)
+    assert module.numbers == [1, 1001, 3, 1003]
+    whole = places(appliance, streams.gaps)
+    assert module.exact == {step: whole[step] for step in range(1, PASS + 1)}
+    resumed, _ = fit(appliance, streams.gaps, tmp_path, tmp_path / "step=3.ckpt", max_epochs=1)
+    assert resumed.numbers == [1003]
+
+
+def test_a_step_that_takes_batches_counts_them(appliance: Appliance, tmp_path: Path) -> None:
+    from lightning_fits import Takes, fit
+
+    module, _ = fit(appliance, streams.counter, tmp_path, kind=Takes, max_epochs=1)
+    assert module.numbers == WHOLE[:PASS]
+    whole = places(appliance, streams.counter)
+    assert module.exact == {step: whole[step] for step in (2, 4, 6)}
+    resumed, _ = fit(appliance, streams.counter, tmp_path, tmp_path / "step=2.ckpt", kind=Takes, max_epochs=1)
+    assert resumed.numbers == WHOLE[4:PASS]
+
+
 LIMIT = 4
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import streams
 
+from penstock.client import DataLoader
 from penstock.client.states.code_reference import CodeReference, ship
 from penstock.proto.errors import InputFnNotAllowedError, InvalidArgumentError, UnsupportedStateError
 from penstock.proto.state.by_value import dump, load
@@ -137,6 +138,25 @@ def test_by_value_is_refused_elsewhere() -> None:
         UnsupportedStateError, match=r"Sending it by value to workers of this machine failed too: cannot pickle"
     ):
         ship(streams.counter, ((i for i in range(3)),), {})
+
+
+class Uncopied:
+    """An object that can be pickled, and not be made again from that."""
+
+    def __new__(cls, source: str) -> Uncopied:
+        return object.__new__(cls)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        (threading.Lock(), r"argument 'batches' of input_fn streams:counter cannot be sent to a worker"),
+        (Uncopied("here"), r"the arguments of input_fn counter cannot be copied: .*Uncopied.*inside it"),
+    ],
+)
+def test_what_cannot_be_copied_is_named(argument: Any, words: str) -> None:
+    with pytest.raises(UnsupportedStateError, match=words):
+        DataLoader(streams.counter, batches=argument)
 
 
 def test_only_an_embedded_worker_takes_them() -> None:

@@ -13,7 +13,7 @@ from reading_ahead import PASS, place_of
 from penstock.client import Appliance, DataLoader, Lookahead
 from penstock.client.integrations.lightning import LoaderState
 
-__all__ = ["Module", "fit"]
+__all__ = ["Module", "Takes", "fit"]
 
 
 class Module(LightningModule):
@@ -40,12 +40,28 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+class Takes(Module):
+    """Takes its batches itself, two for each step."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        for _ in range(2):
+            batch, number, _ = next(dataloader_iter)
+            self.ahead.took()
+            loss = super().training_step(batch, number)
+        return loss
+
+
 def fit(
-    appliance: Appliance, input_fn: Any, folder: Path, checkpoint: Path | None = None, **limits: Any
+    appliance: Appliance,
+    input_fn: Any,
+    folder: Path,
+    checkpoint: Path | None = None,
+    kind: type[Module] = Module,
+    **limits: Any,
 ) -> tuple[Module, Trainer]:
     loader = DataLoader(input_fn, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
-    module = Module(ahead, loader)
+    module = kind(ahead, loader)
     every = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
     ends = ModelCheckpoint(folder, "end-{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     trainer = Trainer(

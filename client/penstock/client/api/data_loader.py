@@ -22,7 +22,7 @@ from penstock.client.api.loader_stream import LoaderStream
 from penstock.client.api.loop import Loop
 from penstock.client.api.session import Session
 from penstock.client.states.batch_sizes import batch_size_of
-from penstock.client.states.code_reference import check_arguments, ship
+from penstock.client.states.code_reference import check_arguments, copied, ship
 from penstock.client.states.local_loader import LocalLoader, check_strict, no_length
 from penstock.client.states.saved_state import KEY, SavedState, blank, is_to_be_filled, read
 from penstock.client.states.worker_records import checkpoints_of, saved_of
@@ -85,7 +85,7 @@ class DataLoader:
             input_fn, args, kwargs, replay = taken_over(input_fn, *args, **kwargs)
         else:
             check_arguments(input_fn, args, kwargs)
-            args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
+            args, kwargs = copied(input_fn, args, kwargs)
         reference, arguments = ship(input_fn, args, kwargs)
         self.name = reference.name
         """Name of input_fn, "module:qualname"."""

@@ -7,6 +7,7 @@ loader's."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,14 +26,18 @@ class LoaderState(Callback):
         ahead = Lookahead(DataLoader(input_fn))
         trainer = Trainer(callbacks=[LoaderState(ahead), ModelCheckpoint(every_n_train_steps=100, save_last=True)])
         trainer.fit(model, ahead, ckpt_path="last")
+
+    A training_step(dataloader_iter), which takes batches itself, calls ahead.took() for each.
     """
 
     def __init__(self, ahead: Lookahead) -> None:
         self._ahead = ahead
         self._trainer: Trainer | None = None
+        self._step_counts = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
+        self._step_counts = "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = trainer.fit_loop.epoch_loop
@@ -46,7 +51,14 @@ class LoaderState(Callback):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._ahead.took()
+        if not self._step_counts:
+            self._ahead.took()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch is None and not self._step_counts:  # Lightning has not called on_train_batch_start
+            self._ahead.took()
 
     def state_dict(self) -> dict[str, Any]:
         over, left = self._epoch_over(), self._ahead.mid_epoch

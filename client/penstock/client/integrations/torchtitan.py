@@ -245,8 +245,10 @@ class PenstockCheckpointManager(CheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         loaded = super()._load(step)
+        if self.load_only or TRAIN_STATE not in self.states:
+            return bool(loaded)
         step = self.states[TRAIN_STATE].state_dict()["step"]
-        foreign = [] if self.load_only else _foreign(Path(self.folder), step)
+        foreign = _foreign(Path(self.folder), step)
         if foreign:  # a save of that step would fail, perhaps much later
             raise CheckpointError(
                 f"{self.folder} has {', '.join(foreign)} beyond step {step}, where training begins, which torchtitan's "

@@ -11,6 +11,7 @@ A main script run with `python -m` has a real module name. One run as a file is 
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -60,6 +61,19 @@ def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
         raise TypeError(
             f"input_fn {_label(input_fn)}{signature} cannot be called with the given arguments: {error}"
         ) from None
+
+
+def copied(
+    input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return copies of the arguments. Raises the errors of `ship`."""
+    try:
+        return copy.deepcopy(args), copy.deepcopy(kwargs)
+    except Exception as error:
+        ship(input_fn, args, kwargs)  # which names the one that no worker can get
+        raise UnsupportedStateError(
+            f"the arguments of input_fn {_label(input_fn)} cannot be copied: {error}. Build what they hold inside it"
+        ) from error
 
 
 def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CodeReference, bytes]:

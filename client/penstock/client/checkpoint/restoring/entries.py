@@ -27,6 +27,7 @@ from penstock.client.checkpoint.values.optimizers import (
     group_order,
     is_numbered,
     load_optimizer,
+    loads_by,
     numbered_state,
     regrouped,
     some,
@@ -254,7 +255,7 @@ class _OptimizerEntry(StateEntry):
         self._parameters = names
         kinds = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
         hooks = [hook for kind in kinds for hook in getattr(value, kind, {}).values()]  # a wrapper may have none
-        own = type(value).load_state_dict is not torch.optim.Optimizer.load_state_dict or len(with_wrapped(value)) > 1
+        own = not loads_by(value, torch.optim.Optimizer.load_state_dict) or len(with_wrapped(value)) > 1
         self.can_raise = own or not all(_is_of("torch.", function) for function in (type(value).__setstate__, *hooks))
 
     def wanted(self) -> dict[str, ReadRequest]:
@@ -450,9 +451,9 @@ def _adapts(module: nn.Module) -> bool:
 
 def _loading(module: nn.Module) -> Iterator[Any]:
     """Yield the functions that load a state into a module."""
-    yield type(module).load_state_dict
+    yield module.load_state_dict
     for one in module.modules():
-        yield type(one)._load_from_state_dict
+        yield one._load_from_state_dict
         yield type(one).set_extra_state
         yield from one._load_state_dict_pre_hooks.values()
         yield from one._load_state_dict_post_hooks.values()
@@ -465,7 +466,7 @@ def _is_of(package: str, function: Any) -> bool:
 class _StatefulEntry(StateEntry):
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         super().__init__(key, value, saved)
-        self.can_raise = type(value).load_state_dict is not torch.optim.lr_scheduler.LRScheduler.load_state_dict
+        self.can_raise = not loads_by(value, torch.optim.lr_scheduler.LRScheduler.load_state_dict)
 
     def wanted(self) -> dict[str, ReadRequest]:
         current, _ = flattened({self.key: self.value.state_dict()})

@@ -184,6 +184,11 @@ def with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer
     return optimizers
 
 
+def loads_by(value: Any, function: Any) -> bool:
+    """True if `load_state_dict` is this function. It may be an attribute of the object, which its class lacks."""
+    return getattr(value.load_state_dict, "__func__", None) is function
+
+
 def load_optimizer(
     optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], alike: list[list[Path]]
 ) -> None:
@@ -196,7 +201,7 @@ def load_optimizer(
     numbers = {name: number for number, name in enumerate(names)}
     state: dict[Any, Any] = {key: value for key, value in inner.state.items() if isinstance(key, str)}
     state |= {number: inner.state[one] for number, one in enumerate(parameters) if one in inner.state}
-    if type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict:
+    if loads_by(inner, torch.optim.Optimizer.load_state_dict):
         for path, saved in _tensors(numbered["state"], ()):
             current = _at(state, path)
             if isinstance(current, torch.Tensor) and current.dtype != saved.dtype and path[1:] != ("step",):
