@@ -14,14 +14,13 @@ from penstock.appliance.journal.journal import GroupCommit, Journal, Rows, State
 from penstock.appliance.journal.snapshot_index import Drop, DropAttempt
 from penstock.appliance.journal.snapshot_store import (
     PIECE,
-    DiskFullError,
     InflowBudget,
     MemoryBudget,
     SnapshotWriter,
     Store,
 )
 from penstock.appliance.server.transfers import MinimumRate
-from penstock.proto.errors import DeadlineError
+from penstock.proto.errors import DeadlineError, JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 DEADLINE_S = 60.0
@@ -129,7 +128,7 @@ async def test_failed_commit_reaches_all_and_next_works(state: StateDir) -> None
     results = await asyncio.gather(
         *(writer.put_snapshot(header(n), bytes(100_000)) for n in range(3)), return_exceptions=True
     )
-    assert [type(result) for result in results] == [DiskFullError] * 3
+    assert [type(result) for result in results] == [JournalError] * 3
     assert store.index() == ([], [])
     store._db.execute("PRAGMA max_page_count=100000")
     await writer.put_snapshot(header(7), b"x")

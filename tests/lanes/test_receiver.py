@@ -347,7 +347,7 @@ def test_it_outlives_signals_and_ends_with_the_training_process() -> None:
         theirs.send(f"{receiver.start()} {receiver.pid}".encode())
         time.sleep(DEADLINE_S)
 
-    with Child(train) as trainer:
+    with ours, theirs, Child(train) as trainer:
         name, pid = ours.recv(1000).decode().split()
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(int(pid), number)

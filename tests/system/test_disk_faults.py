@@ -77,7 +77,6 @@ def test_training_and_coordinator_continue(small_disk: Path, cluster: Cluster, w
         flip_a_bit()
         assert "was made, as" in refused_at_its_start()
         flip_a_bit()
-        refused_at_its_start()
         # What is open for writing cannot be made so.
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
         refused_at_its_start()

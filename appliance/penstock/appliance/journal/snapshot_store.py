@@ -52,10 +52,6 @@ VACUUM_PAGES = 1024
 rewrite the file."""
 
 
-class DiskFullError(JournalError):
-    """Error for a value that the disk has no space for. Peers get it as a JournalError."""
-
-
 @dataclass(frozen=True)
 class ClosedRun:
     """The one kept state of an ended run, without its data: that of the highest step in memory when the run ended."""
@@ -82,8 +78,7 @@ class Store:
         try:
             yield
         except sqlite3.Error as error:
-            kind = DiskFullError if is_full(error) else JournalError
-            raise kind(
+            raise JournalError(
                 f"{self._path or 'the snapshot store in memory'}: {what}: {error}. Free space on the disk, or repair it"
             ) from error
 
@@ -105,7 +100,7 @@ class Store:
             reserve(self._db, self._path)
 
     def _check_space(self, what: str, size: int) -> None:
-        """Raise DiskFullError unless the disk can take `size` bytes, first in SQLite's log and then in the database,
+        """Raise JournalError unless the disk can take `size` bytes, first in SQLite's log and then in the database,
         and keeps what is reserved. Beyond that nothing could be removed either."""
         if self._path is None:
             return
@@ -115,7 +110,7 @@ class Store:
         disk, free = disk_of(self._path)
         need = max(0, size - unused * PAGE) + max(0, size - in_log) + reserved(disk)
         if free < need:
-            raise DiskFullError(
+            raise JournalError(
                 f"{self._path}: {what} cannot be written: {need} bytes must be free on the disk, got {free}. Free space"
             )
 

@@ -30,13 +30,7 @@ from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.core.state_query import BoxState, StateQuery
 from penstock.appliance.journal.journal import GroupCommit
 from penstock.appliance.journal.snapshot_index import Drop, DropBlob, DropSnapshot, SlotKey
-from penstock.appliance.journal.snapshot_store import (
-    ClosedRun,
-    DiskFullError,
-    InflowBudget,
-    SnapshotWriter,
-    Store,
-)
+from penstock.appliance.journal.snapshot_store import ClosedRun, InflowBudget, SnapshotWriter, Store
 from penstock.appliance.server.closed_runs import ClosedRuns, boxes_of, parts_of
 from penstock.appliance.server.mixture_calls import MixtureCalls
 from penstock.appliance.server.rate_limits import RateLimiter, address_of
@@ -424,7 +418,8 @@ class Service(CoordinatorServicer):
                     self._spare(DropSnapshot(key, header.total, header.epoch))
                     try:
                         await self._disk.put_snapshot(header, data)
-                    except DiskFullError as error:
+                    except JournalError as error:
+                        self._log_disk(error)
                         return pb.PutSnapshotReply(refused=error.message, free_bytes=self._snapshot_index.free)
             self._state_machine.snapshot_stored(header)
             return pb.PutSnapshotReply(free_bytes=self._snapshot_index.free)

@@ -185,7 +185,7 @@ class RunningServer:
         await self.server.stop(grace_s)
         # gRPC does not wait for the tasks of calls whose peers are gone, and logs a traceback for each that the end of
         # the event loop cancels.
-        calls = [task for task in asyncio.all_tasks() if task.get_coro().__name__ == _OF_CALL]  # type: ignore[union-attr]
+        calls = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == _OF_CALL]
         if calls:
             await asyncio.wait(calls, timeout=CALLS_END_S)
 

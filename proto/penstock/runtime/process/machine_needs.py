@@ -160,14 +160,14 @@ _WITH_BATCHES: frozenset[Role] = frozenset({"worker", "job"})
 _NOBODY: frozenset[Role] = frozenset()
 
 NEEDS = (
-    Need("/proc", "Mount it: mount -t proc proc /proc", _proc, _DAEMONS),
-    Need("flock", _KERNEL, _flock, _DAEMONS),
-    Need(
+    Need(  # first, because the other probes open files
         "open files",
         "Raise the hard limit: ulimit -Hn 65536; systemd: LimitNOFILE=65536; docker run --ulimit nofile=65536",
         _open_files,
         _DAEMONS,
     ),
+    Need("/proc", "Mount it: mount -t proc proc /proc", _proc, _DAEMONS),
+    Need("flock", _KERNEL, _flock, _DAEMONS),
     Need("pidfd_open", _KERNEL, _pidfd_open, _WORKER),
     Need("pidfd_send_signal", _KERNEL, _pidfd_send_signal, _WORKER),
     Need("sched_getaffinity", _KERNEL, lambda _: os.sched_getaffinity(0), _WORKER),
