@@ -46,11 +46,20 @@ def main(folder: Path, address: str, steps: int, kind: str) -> None:
                 rows.write(json.dumps([step, int(batch["number"])]) + "\n")
             if kind == "gloo":
                 torch.distributed.all_reduce(torch.ones(1))
-            saved: Any = loader.state_dict()  # of all boxes, so no box is more than a step ahead
+            else:
+                wait_for(folder / f"rows-{1 - rank}", step)  # as collectives do
+            saved: Any = loader.state_dict()
             if rank == 0:
                 torch.save((step, saved), folder / "new.pt")
                 (folder / "new.pt").rename(newest)
+            if kind == "gloo" and (rank, life, step) == (0, 3, 20):
+                time.sleep(300)  # until its launcher ends it, because the other machine's is gone
             time.sleep(0.1)
+
+
+def wait_for(rows: Path, step: int) -> None:
+    while not rows.exists() or step not in (json.loads(line)[0] for line in rows.read_text().splitlines()):
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -28,28 +28,12 @@ def work(rank: int, how: str) -> None:
 
 
 def fit(strategy: str) -> None:
-    from lightning.pytorch import LightningModule, Trainer
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(()))
-            self.rows: list[int] = []
-
-        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-            self.rows.append(int(batch["number"]))
-            loss: torch.Tensor = self.weight * batch["x"].float().mean()
-            return loss
-
-        def on_train_end(self) -> None:
-            say(self.global_rank, self.rows)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
+    from lightning.pytorch import Trainer
+    from rows_of_ranks import RowsOfRank
 
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = Trainer(strategy=strategy, devices=2, accelerator="cpu", max_steps=STEPS, **quiet)  # type: ignore[arg-type]
-    trainer.fit(Module(), DataLoader(shared, 20))
+    trainer.fit(RowsOfRank(), DataLoader(shared, 20))
 
 
 if __name__ == "__main__":
