@@ -202,6 +202,8 @@ WANTED = {
     ("PenstockCoordinatorDown", "node", ""): "node",
 }
 """Beside these, workers whose coordinator is gone say so."""
+ALSO_TRUE = {("PenstockRecoveringOften", "inputs", "poison/0")}
+"""A batch that is made far ahead of the loop kills more runners than the four after which the loop is told."""
 
 
 @pytest.mark.timeout(900)
@@ -271,7 +273,7 @@ def check(by_name: dict[str, Site], prometheus: Prometheus) -> None:
         if at is None or (ended_at is not None and at > ended_at + AFTER_S):
             late.append(wanted)
     assert not late, "\n".join(lines)
-    assert set(seen) <= set(WANTED), "none fires for what is well"
+    assert set(seen) <= WANTED.keys() | ALSO_TRUE, "none fires for what is well"
     cut_off = {of_workers[instance] for alert, instance, _ in prometheus.first if instance in of_workers}
     assert cut_off <= {"head", "node"}
     going = {name: site.jobs[name].ended_at for name, site in by_name.items() if name in ("pair", "head", "disk")}

@@ -108,6 +108,8 @@ CASES: dict[str, tuple[list[tuple[Series, int]], list[tuple[Series, int]]]] = {
             (waiting("0x60", slot="-1x60"), 300),
             (waiting("0x60", slot="2x9 -1 2x50"), 140),
             (waiting("0x60"), 40),
+            (waiting("0x60") | slots("1x60"), 140),
+            (waiting("0x60", live="1x7 0x60"), 90),
         ],
     ),
     "PenstockSlotsWithoutWorker": (
