@@ -419,6 +419,8 @@ class Service(CoordinatorServicer):
                     try:
                         await self._disk.put_snapshot(header, data)
                     except JournalError as error:
+                        if all(kept.epoch != header.epoch for kept in self._snapshot_index.snapshots(key)):
+                            raise  # the loop may have left the epochs before early, and nobody can replay across that
                         self._log_disk(error)
                         return pb.PutSnapshotReply(refused=error.message, free_bytes=self._snapshot_index.free)
             self._state_machine.snapshot_stored(header)
