@@ -410,7 +410,7 @@ class RemoteFolder:
             ) from (absent if failure_kind.absent else None)
         if pause >= left or left < LAST_PAUSE_S:
             raise ShardUnavailableError(
-                f"{source} could not be {done} within {deadline_s:.3g} s, {tries_text(failures)}: "
+                f"{source} could not be {done} within {max(0.0, deadline_s):.3g} s, {tries_text(failures)}: "
                 f"{failure_kind.reason}. Check that the server answers and that storage_options are right, or raise "
                 "timeout_s"
             )
