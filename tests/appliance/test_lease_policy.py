@@ -20,7 +20,7 @@ from penstock.appliance.core.leases import (
     updated_load_factor,
 )
 from penstock.appliance.journal.journal import Journal, StateDir
-from penstock.appliance.limits import MIB
+from penstock.appliance.limits import MIB, Limits
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 crowded = limited(heartbeats_per_s=1.0, watches_per_s=0.25)
@@ -57,13 +57,13 @@ def test_load_factor_follows_late_ticks() -> None:
 
 
 def test_polls_are_spread_over_the_interval() -> None:
-    lease_policy = LeasePolicy(5.0, 15.0)
-    left = [lease_policy.left(1000.0, f"worker-{number}") for number in range(1000)]
+    lease_policy = LeasePolicy(5.0, 15.0, 5.0)
+    left = [lease_policy.left(1000.0, f"worker-{number}", is_idle=False) for number in range(1000)]
     assert min(left) > 0
     assert max(left) <= 5
     assert all(150 < sum(second <= one < second + 1 for one in left) < 250 for second in range(5))
     # Who comes back right after his moment is held for a whole beat.
-    assert lease_policy.left(1000.0 + left[7] + 1e-6, "worker-7") == pytest.approx(5, abs=1e-3)
+    assert lease_policy.left(1000.0 + left[7] + 1e-6, "worker-7", is_idle=True) == pytest.approx(5, abs=1e-3)
 
 
 def test_slot_quota_keeps_fleet_within_budget() -> None:
@@ -217,3 +217,56 @@ def test_the_share_in_snapshots_follows_the_slots() -> None:
     reply = worker.heartbeat()
     assert world.state_machine.cluster.placed == 800
     assert (reply.snapshot_every_s, reply.snapshot_bytes_per_s) == (2, 32 * MIB / 800)
+
+
+def test_idle_peers_are_held_longer_and_are_asked_for_a_status() -> None:
+    world = FakeCluster(Limits(worker_lease_s=30.0, idle_report_s=10.0))
+    box, worker = world.open(), world.worker("w")
+    machine = world.state_machine
+
+    def holds() -> list[float]:
+        asked = box.progress()
+        asked.hold_s = 60.0
+        request = pb.HeartbeatRequest(worker="w", session=worker.session, hold_s=60.0)
+        return [machine.attempts.box_hold(asked), machine.workers.worker_hold(request)]
+
+    for _ in range(2):
+        replies = box.watch(), worker.ready()
+    assert [reply.heartbeat_s for reply in replies] == pytest.approx([10 / 3, 10])
+    assert holds() == pytest.approx([10 / 3, 10])
+    box.deliver(1)
+    report = worker.slot_report(worker.of(0), pb.READY)
+    report.produced += 3
+    worker.heartbeat(report)
+    assert max(holds()) <= 1  # both have done something since their last report
+    world.now += 2.0
+    assert len(machine.ask_silent(world.now - 1.0)) == 2
+    assert not worker.heartbeat().unchanged
+    box.watch()
+    assert machine.ask_silent(world.now - 1.0) == []
+
+
+def test_a_peer_is_missed_after_half_its_lease() -> None:
+    world = FakeCluster()
+    box, worker = world.open(), world.worker("w")
+    missed = []
+    for second in range(8):
+        worker.heartbeat()
+        if second < 2:
+            box.watch()
+        missed.append(world.state_machine.misses_peers())
+        world.now += 1.0
+    assert missed == [False] * 7 + [True]
+
+
+def test_a_box_whose_socket_ended_has_no_long_lease() -> None:
+    world = FakeCluster(Limits(client_lease_s=30.0, hung_up_s=10.0))
+    boxes = [world.open(number, num_boxes=2) for number in range(2)]
+    world.state_machine.attempts.box_hung_up(boxes[0].progress())
+    live = world.state_machine.cluster.open_attempts()[0].live
+    world.run_for(9)
+    assert set(live) == {0, 1}
+    world.run_for(2)
+    assert set(live) == {1}
+    world.run_for(20)
+    assert not world.state_machine.cluster.live_boxes

@@ -108,6 +108,25 @@ def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixtur
 
 
 @in_loop
+async def test_an_idle_fork_server_ends_and_the_next_child_gets_another() -> None:
+    kept = KeptForkServer("", sandboxed=True, idle_s=0.5)
+    first, page = await kept.get(), ProgressPage.create()
+    child = await first.fork("runner", "a child", page, lambda message: None)
+    await asyncio.sleep(1.0)
+    assert first.lives  # it has a child
+    child.kill()
+    await child.exited
+    await asyncio.wait_for(first.wait(), 20)
+    second = await kept.get()
+    assert second.pid != first.pid
+    child = await second.fork("runner", "a child", page, lambda message: None)
+    child.kill()
+    await child.exited
+    await asyncio.wait_for(kept.close(), 20)
+    page.close()
+
+
+@in_loop
 async def test_a_task_is_done_by_the_next_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the last one is given up if it cannot be killed, as a process that hangs in a driver: it is stopped, and
     SIGKILL has no effect."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,11 @@ class Limits:
     which grows with the fleet (leases.py)."""
     client_lease_s: float = 10.0
     """Lease of a training process: longer, as user code may hold the GIL for seconds (a compile, a pickle)."""
+    hung_up_s: float = math.inf
+    """Longest rest of a training process's lease once its connection has ended. A Unix socket ends with its process."""
+    idle_report_s: float = 1.0
+    """Longest time between two reports of a peer that has nothing new to say, within a third of its lease: each report
+    wakes the threads of gRPC in both processes some 15 times."""
     balance_after_s: float = 30.0
     """Time until balance may move a slot, so that measured waits are of its present worker; 0 = never."""
     budget: int = DISK_BUDGET

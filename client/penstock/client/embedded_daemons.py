@@ -33,7 +33,8 @@ def main() -> int:
         parent = Parent(given["parent_pid"])
     except ProcessLookupError:
         return 0
-    fork_server = start_fork_server(sandboxed=not given["no_sandbox"])
+    # runners import the training script, which has imported penstock.client
+    fork_server = start_fork_server(sandboxed=not given["no_sandbox"], module="penstock.client.api.executor")
     return serve(given, parent, fork_server)
 
 
@@ -52,6 +53,7 @@ def serve(given: dict[str, Any], parent: Parent, fork_server: StartedForkServer)
     from penstock.runtime.config.sizes import bytes_of
     from penstock.runtime.files.private_folders import PrivateFolder
     from penstock.runtime.process.memory_secrecy import keep_memory_private
+    from penstock.runtime.process.spare_memory import give_back_spare_memory
     from penstock.runtime.process.titles import name_process
     from penstock.runtime.telemetry.logs import log_lines
     from penstock.worker.daemon.serving import serve as serve_worker
@@ -62,7 +64,10 @@ def serve(given: dict[str, Any], parent: Parent, fork_server: StartedForkServer)
         error of a failed daemon."""
         listening, stop, leave = asyncio.Event(), asyncio.Event(), asyncio.Event()
         parent.on_end(leave.set)
-        limits = Limits(budget=bytes_of(given["budget"]))
+        # Leases are long, so that an idle job wakes its processes seldom: the worker cannot be lost without the
+        # coordinator, and the end of a rank is known by its socket.
+        leases = {"worker_lease_s": 30.0, "client_lease_s": 30.0, "hung_up_s": 10.0, "idle_report_s": 10.0}
+        limits = Limits(budget=bytes_of(given["budget"]), **leases)
         coordinator = asyncio.create_task(
             serve_coordinator(
                 given["address"],
@@ -87,9 +92,11 @@ def serve(given: dict[str, Any], parent: Parent, fork_server: StartedForkServer)
         await asyncio.wait([up, coordinator], return_when="FIRST_COMPLETED")
         up.cancel()
         worker = asyncio.create_task(serve_worker(settings, fork_server=fork_server, stop=leave))
+        giving_back = asyncio.create_task(give_back_spare_memory())
         await asyncio.wait([worker, coordinator], return_when="FIRST_COMPLETED")
         if not worker.done():
             worker.cancel()
+        giving_back.cancel()
         stop.set()
         for ended in await asyncio.gather(worker, coordinator, return_exceptions=True):
             if isinstance(ended, Exception):

@@ -74,7 +74,7 @@ MUTATIONS = (
         "a heartbeat does not renew the lease",
         Workers,
         "report_worker",
-        "worker.seen_at = now",
+        "worker.reported_at = now",
         "return",
     ),
     Mutation(

@@ -98,7 +98,7 @@ class Attempts:
             seed=attempt.seed,
             lease_s=lease_policy.lease_s,
             version=VERSION,
-            heartbeat_s=lease_policy.heartbeat_s,
+            heartbeat_s=lease_policy.idle_s,
         )
 
     def _next_attempt(self, name: str, run: Run | None, client: str, request: pb.OpenRunRequest, now: float) -> Attempt:
@@ -178,12 +178,13 @@ class Attempts:
 
     def box_hung_up(self, request: pb.WatchRunRequest) -> None:
         """Note that the connection of the box's client ended during a report, for openings that ask whether it lives
-        (opening.py). Its lease stays as it is, because it may connect again."""
+        (opening.py). Over a network it may connect again, so its lease stays as it is (Limits.hung_up_s)."""
         run = self._cluster.runs.get(request.run)
         if run is not None and run.current is not None and run.current.number == request.attempt:
             box = run.current.boxes.get(request.box)
             if box is not None and box.client == client_of(request.client_id):
                 box.hung_up = True
+                box.lease_until = min(box.lease_until, self._cluster.clock() + self._cluster.limits.hung_up_s)
 
     def _revive(self, attempt: Attempt, box: Box) -> None:
         attempt.set_presence(box, BoxPresence.LIVE)
@@ -208,8 +209,9 @@ class Attempts:
 
     def box_hold(self, request: pb.WatchRunRequest) -> float:
         """Return the seconds for which a WatchRun call is held if nothing changes."""
-        name = f"{request.run}.{request.box}"
-        return min(request.hold_s, self._cluster.box_lease_policy().left(self._cluster.clock(), name))
+        cluster, name = self._cluster, f"{request.run}.{request.box}"
+        _, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
+        return min(request.hold_s, cluster.box_lease_policy().left(cluster.clock(), name, is_idle=box.is_idle))
 
     def box_version(self, request: pb.WatchRunRequest) -> int:
         return self._find_box(request.run, request.attempt, request.box, request.client_id)[1].version
@@ -237,6 +239,7 @@ class Attempts:
             box.fence = request.fence_key, request.fence_taken
             cluster.changed(("mixture", request.run))
         if request.delivered.step >= box.delivered.step:  # else a later report was received before this one
+            box.is_idle = request.delivered.step == box.delivered.step and not request.waiting_for
             self._advance(attempt, box, request, now)
         attempt.note_first_digest(box, request.first_digest)
         launch_restarts.note_offer(cluster.snapshot_index, attempt, box, request)

@@ -89,7 +89,7 @@ class ClusterState:
 
     def worker_lease_policy(self) -> LeasePolicy:
         peers, calls_per_s = max(self.fleet, len(self.workers)), leases.HEARTBEATS_PER_S / self.load_factor
-        return leases.lease_policy(self.limits.worker_lease_s, peers, calls_per_s)
+        return leases.lease_policy(self.limits.worker_lease_s, peers, calls_per_s, self.limits.idle_report_s)
 
     def count_fleet(self, now: float) -> None:
         """Set the number of workers for the lease policy: a larger fleet at once, a smaller one after
@@ -100,7 +100,8 @@ class ClusterState:
 
     def box_lease_policy(self) -> LeasePolicy:
         calls_per_s = leases.WATCHES_PER_S / self.load_factor
-        return leases.lease_policy(self.limits.client_lease_s, self.live_boxes, calls_per_s)
+        limits = self.limits
+        return leases.lease_policy(limits.client_lease_s, self.live_boxes, calls_per_s, limits.idle_report_s)
 
     def snapshot_share(self) -> SnapshotShare:
         calls_per_s = (

@@ -222,6 +222,8 @@ class Box:
     rate_waited_s: float = 0.0
     waits: BoxWaits = field(default_factory=BoxWaits)
     reported_at: float = 0.0
+    is_idle: bool = False
+    """True if the loop has taken no batch between its last two reports, and did not wait for one at the last."""
     hung_up: bool = False
     """True if the client's connection ended during its last report, so that its process may have ended."""
     sources: dict[str, pb.SourceCount] = field(default_factory=dict)
@@ -533,7 +535,7 @@ class Worker:
     registered: bool
     """False for a worker from the journal until it registers; it keeps its slots and gets no new ones."""
     lease_until: float
-    seen_at: float
+    reported_at: float
     version: int
     draining: bool = False
     allow: tuple[str, ...] = ()
@@ -545,6 +547,10 @@ class Worker:
     lane_protocol: int = UNNAMED_LANE_PROTOCOL
     slots: dict[SlotKey, int] = field(default_factory=dict)
     """Slots that the worker runs or prepares -> bytes of their assignments in a heartbeat reply."""
+    batches: int = 0
+    """Made and delivered batches of all its slots, in its last report."""
+    is_idle: bool = False
+    """True if its runners made and delivered nothing between its last two reports."""
     more_requests: bool = False
     """True if some requests for states did not fit into the last heartbeat reply."""
     left: bool = False

@@ -56,13 +56,17 @@ class LeasePolicy:
     """Longest time between two calls of a peer, in seconds."""
     lease_s: float
     """Seconds of silence after which a peer counts as dead."""
+    idle_s: float
+    """Longest time between two calls of a peer that has nothing new to say, in seconds."""
 
     def promised(self, known_s: float, longest_s: float) -> float:
         """Return the lease in seconds to promise now. `known_s`: promised before, believed up to `longest_s`."""
         return max(self.lease_s, min(known_s, longest_s))
 
-    def left(self, now: float, name: str) -> float:
+    def left(self, now: float, name: str, *, is_idle: bool) -> float:
         """Return the seconds, above 0, until the peer's poll is answered without news, spread by its name."""
+        if is_idle and self.idle_s > self.heartbeat_s:
+            return self.idle_s
         digest = blake2b(name.encode(), digest_size=4).digest()
         moment = int.from_bytes(digest) / (1 << 32) * self.heartbeat_s
         return self.heartbeat_s - (now - moment) % self.heartbeat_s
@@ -77,9 +81,10 @@ class SnapshotShare:
     bytes_per_s: float
 
 
-def lease_policy(lease_s: float, peers: int, calls_per_s: float) -> LeasePolicy:
+def lease_policy(lease_s: float, peers: int, calls_per_s: float, idle_s: float = HEARTBEAT_S) -> LeasePolicy:
     heartbeat_s = max(min(HEARTBEAT_S, lease_s * HOLD_SHARE), peers / calls_per_s)
-    return LeasePolicy(heartbeat_s, max(lease_s, heartbeat_s / HOLD_SHARE))
+    lease_s = max(lease_s, heartbeat_s / HOLD_SHARE)
+    return LeasePolicy(heartbeat_s, lease_s, max(heartbeat_s, min(idle_s, lease_s * HOLD_SHARE)))
 
 
 def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> float:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from penstock.appliance.core import views
 from penstock.appliance.core.attempts import Attempts
 from penstock.appliance.core.cluster import ClusterState, Topic
-from penstock.appliance.core.entities import Slot
+from penstock.appliance.core.entities import Box, Slot, Worker
 from penstock.appliance.core.free_capacity import why_not_allowed
 from penstock.appliance.core.leases import PromisedLease, patience_s, updated_load_factor
 from penstock.appliance.core.migration import Migrations
@@ -168,6 +168,28 @@ class StateMachine:
         self._to_workers.shorten(cluster.worker_lease_policy().lease_s, now)
         self._to_boxes.shorten(cluster.box_lease_policy().lease_s, now)
         self.settle()
+
+    def misses_peers(self) -> bool:
+        """Return whether more than half of a peer's lease has passed without a report."""
+        cluster, now = self.cluster, self.clock()
+        late_by = now + cluster.worker_lease_policy().lease_s / 2
+        if any(worker.lease_until < late_by for worker in cluster.workers.values()):
+            return True
+        late_by = now + cluster.box_lease_policy().lease_s / 2
+        live = [attempt.boxes[number] for attempt in cluster.open_attempts() for number in attempt.live]
+        return any(box.lease_until < late_by for box in live)
+
+    def ask_silent(self, since: float) -> list[Worker | Box]:
+        """Answer the long polls of the peers that have not reported since then, so that they report. Return them."""
+        cluster = self.cluster
+        workers = [worker for worker in cluster.workers.values() if worker.reported_at < since]
+        for worker in workers:
+            cluster.bump_worker(worker.name)
+        boxes = [(attempt, attempt.boxes[number]) for attempt in cluster.open_attempts() for number in attempt.live]
+        silent = [(attempt, box) for attempt, box in boxes if box.reported_at < since]
+        for attempt, box in silent:
+            cluster.bump_box(attempt, box)
+        return [*workers, *(box for _, box in silent)]
 
     def _extend_leases(self, now: float, unreceived_s: float) -> None:
         """Extend all leases by the time in which the coordinator itself was stopped or late."""

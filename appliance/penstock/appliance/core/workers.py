@@ -83,7 +83,7 @@ class Workers:
             request.tcp_address,
             registered=True,
             lease_until=now,
-            seen_at=now,
+            reported_at=now,
             version=cluster.next_version(),
             draining=draining,
             allow=tuple(request.allow),
@@ -101,9 +101,7 @@ class Workers:
         cluster.free_capacity.offer(worker)
         self._restore_slots(worker)
         self._settle()
-        return pb.RegisterWorkerReply(
-            lease_s=lease_policy.lease_s, version=VERSION, heartbeat_s=lease_policy.heartbeat_s
-        )
+        return pb.RegisterWorkerReply(lease_s=lease_policy.lease_s, version=VERSION, heartbeat_s=lease_policy.idle_s)
 
     def _restore_slots(self, worker: Worker) -> None:
         """Take what exceeds the capacity of a worker that is back, and tell boxes its addresses, perhaps new."""
@@ -123,8 +121,10 @@ class Workers:
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             check_reports(request.slots, worker.capacity)
-            worker.seen_at = now
+            worker.reported_at = now
             worker.lease_until = now + cluster.worker_lease_policy().promised(request.lease_s, LEASE_MAX_S)
+            batches = sum(report.produced + report.delivered for report in request.slots)
+            worker.is_idle, worker.batches = batches == worker.batches, batches
             ended, most = 0, SLOTS_AT_ONCE // END_COST
             for report in request.slots:
                 if report.phase != pb.FAILED or ended < most:  # the worker's next report repeats an end skipped here
@@ -139,15 +139,17 @@ class Workers:
             cluster.journal.commit()
             return pb.HeartbeatReply(register_again=True)
         lease_policy = cluster.worker_lease_policy()
-        self._promised.keep(lease_policy.lease_s, worker.seen_at)
-        worker.lease_until = max(worker.lease_until, worker.seen_at + lease_policy.lease_s)
+        self._promised.keep(lease_policy.lease_s, worker.reported_at)
+        worker.lease_until = max(worker.lease_until, worker.reported_at + lease_policy.lease_s)
         cluster.journal.commit()
         slot_requests = self._state_queries.slot_requests(worker.name, cluster.clock())
         stuck = len(self._migrations.stuck(worker, cluster.clock())) if worker.draining else 0
         return views.heartbeat_reply(cluster, worker, request, lease_policy, slot_requests, stuck)
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
-        return min(request.hold_s, self._cluster.worker_lease_policy().left(self._cluster.clock(), request.worker))
+        cluster, worker = self._cluster, self._registered(request.worker, request.session)
+        is_idle = worker is not None and worker.is_idle
+        return min(request.hold_s, cluster.worker_lease_policy().left(cluster.clock(), request.worker, is_idle=is_idle))
 
     def worker_version(self, request: pb.HeartbeatRequest) -> int:
         """Return the version of the worker's view; -1, which no peer has seen, if it must register again."""
@@ -182,7 +184,7 @@ class Workers:
                 break
             moved += len(worker.slots)
             del cluster.workers[worker.name]
-            note = f"worker {worker.name} has not reported for {now - worker.seen_at:.1f} s"
+            note = f"worker {worker.name} has not reported for {now - worker.reported_at:.1f} s"
             if not worker.left:
                 cluster.workers_lost += 1
                 cluster.events.add("worker lost", note, worker=worker.name)

@@ -36,12 +36,15 @@ def damaged(name: str, why: object) -> JournalError:
     return JournalError(f"{name} is damaged ({why}): restore a copy of the file, or move the file away to start anew")
 
 
-def open_database(path: Path | None, script: str) -> sqlite3.Connection:
-    """Open or create a database (None: in memory); `script` makes its tables. Raises JournalError."""
+def open_database(path: Path | None, script: str, cached_statements: int = 128) -> sqlite3.Connection:
+    """Open or create a database (None: in memory); `script` makes its tables. `cached_statements`: number of statements
+    that are kept, each with the values of its last use. Raises JournalError."""
     name = path or ":memory:"
     try:
         # check_same_thread: snapshot_store.py is used from one thread at a time, which is not the one that opened it.
-        db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=5.0)
+        db = sqlite3.connect(
+            name, isolation_level=None, check_same_thread=False, timeout=5.0, cached_statements=cached_statements
+        )
         try:
             (found,) = db.execute("PRAGMA user_version").fetchone()
             if found == 0:  # only for a new database, because it writes, and an existing one may be damaged

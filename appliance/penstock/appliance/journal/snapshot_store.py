@@ -71,7 +71,7 @@ class Store:
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "snapshots.db" if directory else None
         self._commits = CommitNumber(self._path)
-        self._db = open_database(self._path, _SCRIPT)
+        self._db = open_database(self._path, _SCRIPT, cached_statements=0)  # else each keeps its last value
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -192,7 +192,8 @@ class Store:
                             rows += 1
                     del left[0]
             try:
-                self._db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+                pages = 0 if self._path is None else VACUUM_PAGES  # 0: all
+                self._db.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
             except sqlite3.Error as error:
                 if not is_full(error):  # else the rows are gone, and a later drop gives back their pages
                     raise

@@ -18,6 +18,8 @@ CLOSED_S = 7 * 86400.0
 """Seconds for which a last state is kept: a week, so that it outlasts a weekend."""
 CLOSED_BYTES = 256 << 20
 """Most bytes of all last states, outside the budget of snapshots; the oldest are dropped first."""
+MEMORY_CLOSED_BYTES = 16 << 20
+"""The same for a coordinator that keeps its cluster state in memory: the job that it is part of still has its state."""
 CLOSED_RUNS = 1000
 
 

@@ -36,6 +36,7 @@ from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_se
 from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.lifetime import Parent
 from penstock.runtime.process.machine_needs import require
+from penstock.runtime.process.spare_memory import give_back_spare_memory
 from penstock.runtime.telemetry.counters import CallCounters
 
 log = logging.getLogger("penstock.appliance")
@@ -134,13 +135,14 @@ async def serve(
             changed=signals.changed,
             host=host_id(),
         )
-        probe = _queue_probe(limits, closing)
+        calls = CallCounters()
+        pressure = CallPressure(state_machine, calls)
+        probe = _queue_probe(pressure.is_high, closing) if own_process else None
         service = Service(state_machine, store, signals, probe.unreceived_s if probe else lambda: 0.0)
         closing.callback(service.close)
         hook = EndHook(parsed(on_end)) if on_end else None
         if hook is not None:
             service.on_end = hook.add
-        calls = CallCounters()
         served: RunningServer | None = None
 
         def open_dashboard(address: str, *, any_port: bool = False) -> None:
@@ -173,8 +175,6 @@ async def serve(
             calls=calls,
             inner=probe.address if probe else None,
         )
-        if probe:
-            closing.callback(loop.create_task(probe.run()).cancel)
         ticker = loop.create_task(service.run_ticker())
         # the ticker ends only by an exception, which must end the process
         ticker.add_done_callback(lambda _: stop.set())
@@ -187,6 +187,8 @@ async def serve(
             ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ticker
+            if probe is not None:
+                await probe.close()
             with contextlib.suppress(JournalError):  # the disk may be full; only `penstock replay` needs these rows
                 await service.save_histories()
             if hook is not None:
@@ -203,11 +205,12 @@ def _paced(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     """
     before = gc.get_threshold()
     gc.set_threshold(before[0], before[1], 1 << 30)
-    collecting = loop.create_task(_collect())
+    works = [loop.create_task(_collect()), loop.create_task(give_back_spare_memory(collect=lambda: None))]
     try:
         yield
     finally:
-        collecting.cancel()
+        for work in works:
+            work.cancel()
         gc.set_threshold(*before)
 
 
@@ -220,7 +223,24 @@ async def _collect() -> None:
         took_s = time.monotonic() - began
 
 
-def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | None:
+class CallPressure:
+    """Whether calls come so fast, or so late, that some may wait in gRPC's queue."""
+
+    FAST = 20
+    """In one period of the ticker, 0.3 s: below, the calls take less than 2% of a core."""
+
+    def __init__(self, state_machine: StateMachine, calls: CallCounters) -> None:
+        self._state_machine, self._calls = state_machine, calls
+        self._counted = 0
+
+    def is_high(self) -> bool:
+        """Return whether more than FAST calls were answered since this was asked, or a peer's lease is half over."""
+        answered = self._calls.answered.total()
+        came, self._counted = answered - self._counted, answered
+        return came > self.FAST or self._state_machine.misses_peers()
+
+
+def _queue_probe(is_due: Callable[[], bool], closing: contextlib.ExitStack) -> QueueProbe | None:
     try:
         folder = PrivateFolder()
     except OSError as error:
@@ -231,7 +251,7 @@ def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | 
         )
         return None
     closing.callback(folder.close)
-    return QueueProbe(f"unix:{folder.path}/own", limits.tick_s)
+    return QueueProbe(f"unix:{folder.path}/own", is_due)
 
 
 def announcer(ready_fd: int | None) -> Callable[[str], None]:

@@ -24,6 +24,7 @@ import grpc.aio
 from penstock.appliance.core import box_history
 from penstock.appliance.core.cluster import Topic
 from penstock.appliance.core.entities import Attempt
+from penstock.appliance.core.leases import HEARTBEAT_S
 from penstock.appliance.core.request_checks import check_counts, check_name
 from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.core.state_queries import ANSWERS_FREED
@@ -31,7 +32,7 @@ from penstock.appliance.core.state_query import BoxState, StateQuery
 from penstock.appliance.journal.journal import GroupCommit
 from penstock.appliance.journal.snapshot_index import Drop, DropBlob, DropSnapshot, SlotKey
 from penstock.appliance.journal.snapshot_store import ClosedRun, InflowBudget, SnapshotWriter, Store
-from penstock.appliance.server.closed_runs import ClosedRuns, boxes_of, parts_of
+from penstock.appliance.server.closed_runs import MEMORY_CLOSED_BYTES, ClosedRuns, boxes_of, parts_of
 from penstock.appliance.server.mixture_calls import MixtureCalls
 from penstock.appliance.server.rate_limits import RateLimiter, address_of
 from penstock.appliance.server.recent_queries import RecentQueries
@@ -69,6 +70,8 @@ WATCHES_MAX = 4
 QUERIES_OF_TOKEN_MAX = 1024
 """Most open state queries of one credential token, over all runs."""
 DISK_ERROR_EVERY_S = 60.0
+STATUS_S, STATUS_LOOK_S = 0.3, 0.01
+"""Longest wait in seconds for the reports of idle peers, before a status is made; and seconds between two looks."""
 REPORT_S = 2.0
 """Longest wait in seconds for a box's position, before its history is sent."""
 
@@ -139,7 +142,9 @@ class Service(CoordinatorServicer):
         self._closing = False
         self._fetches = RecentQueries(time.monotonic, self._wall)
         self._mixtures = MixtureCalls(state_machine, signals.on, self._complete)
-        self._closed = ClosedRuns(store.closed(), self._wall, self._snapshot_index.budget // 2)
+        in_memory = state_machine.cluster.journal.path is None
+        limit = MEMORY_CLOSED_BYTES if in_memory else self._snapshot_index.budget // 2
+        self._closed = ClosedRuns(store.closed(), self._wall, limit)
         self._disk_errors = RepeatedWarnings(log, every_s=DISK_ERROR_EVERY_S, level=logging.ERROR)
         self._status_task: asyncio.Task[pb.StatusReply] | None = None
         self.on_end: Callable[[str, pb.RunEnd], None] = lambda run, end: None
@@ -553,6 +558,16 @@ class Service(CoordinatorServicer):
         if box is not None:
             await self._hold(("report", run, number), REPORT_S, box.reported_at, lambda: box.reported_at)
 
+    async def _renew_idle_reports(self) -> None:
+        """Let peers report that do so rarely while they are idle, so that a status is as fresh as of others."""
+        if self._state_machine.cluster.limits.idle_report_s <= HEARTBEAT_S:
+            return
+        now = self._state_machine.clock()
+        silent = self._state_machine.ask_silent(now - HEARTBEAT_S)
+        while silent and self._state_machine.clock() < now + STATUS_S:
+            await asyncio.sleep(STATUS_LOOK_S)
+            silent = [peer for peer in silent if peer.reported_at < now]
+
     async def EndRun(self, request: pb.EndRunRequest, context: _Context) -> pb.EndRunReply:
         async with self._journal.synced():
             reply = self._state_machine.attempts.end_run(request)
@@ -601,6 +616,7 @@ class Service(CoordinatorServicer):
         return await asyncio.shield(self._status_task)
 
     async def _make_status(self) -> pb.StatusReply:
+        await self._renew_idle_reports()
         reply = pb.StatusReply()
         for _ in self._state_machine.status_steps(reply):
             await asyncio.sleep(0)  # thousands of slots go into the reply in steps, between which other tasks run

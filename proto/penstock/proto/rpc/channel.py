@@ -22,7 +22,7 @@ from penstock.proto.rpc.addresses import host_id, is_local, refuse_strangers, re
 from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
 from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.token_proof import TokenVerifier
-from penstock.proto.rpc.credentials.tokens import Tokens, read_token, read_tokens
+from penstock.proto.rpc.credentials.tokens import FromFile, Tokens, read_token, read_tokens
 from penstock.proto.rpc.tls import Renewing, Tls, load_tls
 from penstock.proto.rpc.version import PROTOCOL, VERSION
 from penstock.proto.rpc.wire_errors import METADATA_MAX, detail_of, error_of, translating
@@ -72,7 +72,8 @@ RENEW_S = 2.0
 # leases last. gRPC's own threads answer pings, also while Penstock's threads are busy. The last of the three options
 # ends the connection; otherwise gRPC waits a minute for the answer. The coordinator detects silent peers by their
 # leases, so its pings only free the connections of lost peers. They are rare, because a busy peer that loses its
-# connection would have even more work.
+# connection would have even more work. Over a Unix socket a client sends none: the kernel reports the end of a process
+# at once, and each ping wakes the threads of gRPC in both processes.
 _FIND_GONE = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
@@ -89,7 +90,6 @@ _COMMON = (
 
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     *_COMMON,
-    *_FIND_GONE,
     ("grpc.max_send_message_length", REQUEST_MAX),
     ("grpc.max_receive_message_length", REPLY_MAX),
     ("grpc.max_metadata_size", METADATA_MAX),
@@ -144,10 +144,11 @@ def _credentials(tls: Tls) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(tls.ca, tls.key or None, tls.cert or None)
 
 
-def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
+def _options(address: str, tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
+    options = _CHANNEL_OPTIONS if socket_path(address) is not None else (*_CHANNEL_OPTIONS, *_FIND_GONE)
     if tls is None or not tls.name:
-        return _CHANNEL_OPTIONS
-    return (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.expected("coordinator")))
+        return options
+    return (*options, ("grpc.ssl_target_name_override", tls.expected("coordinator")))
 
 
 def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
@@ -155,15 +156,15 @@ def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
     another user controls the Unix socket, TlsError if `tls` has no CA."""
     refuse_strangers(address)
     if tls is None:
-        return grpc.insecure_channel(address, options=_options(tls))
-    return grpc.secure_channel(address, _credentials(tls), options=_options(tls))
+        return grpc.insecure_channel(address, options=_options(address, tls))
+    return grpc.secure_channel(address, _credentials(tls), options=_options(address, tls))
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     refuse_strangers(address)
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_options(tls))
-    return grpc.aio.secure_channel(address, _credentials(tls), options=_options(tls))
+        return grpc.aio.insecure_channel(address, options=_options(address, tls))
+    return grpc.aio.secure_channel(address, _credentials(tls), options=_options(address, tls))
 
 
 # ---------------------------------------------------------------------------------------------------------- server
@@ -240,7 +241,7 @@ async def server_aio(
     except RuntimeError as error:
         raise _why_not_bound(binding) from error
     await server.start()
-    tasks = [asyncio.create_task(_renew(verifier))]
+    tasks = [asyncio.create_task(_renew(verifier))] if isinstance(tokens, FromFile) else []
     if socket_path(listen) is not None:  # only this user can connect to it
         return RunningServer(server, listen, status, tasks, files)
     tasks.append(asyncio.create_task(connections.watch(port)))

@@ -31,6 +31,8 @@ EVERY_S = 0.5
 """Shortest time between two checks in seconds, in which a flood of connections can still take all descriptors."""
 COST_SHARE = 0.01
 """Largest share of one core's time for the checks. With 10,000 connections one takes some 30 ms."""
+SHORT_S = 0.002
+"""Seconds up to which a check is made in the event loop itself, which spares the wakeups of another thread."""
 LOG_EVERY_S = 10.0
 SHARE = 0.25
 """Share of the process's descriptors for connections without a token: enough for a whole cluster that reconnects."""
@@ -130,11 +132,14 @@ class Connections:
     async def watch(self, port: int) -> None:
         """Check the connections to the server's `port` periodically, until cancelled."""
         self._port = port
+        took_s = 0.0
         while True:
             began = time.perf_counter()
-            for said in await asyncio.to_thread(self.look):
+            gone = self.look() if took_s < SHORT_S else await asyncio.to_thread(self.look)
+            took_s = time.perf_counter() - began
+            for said in gone:
                 self._proven.discard(self._callers.pop(said))
-            await asyncio.sleep(max(EVERY_S, (time.perf_counter() - began) / COST_SHARE))
+            await asyncio.sleep(max(EVERY_S, took_s / COST_SHARE))
 
     def look(self) -> set[str]:
         """End the connections that exceed the limits. Return the names in `_callers` whose connections are gone."""

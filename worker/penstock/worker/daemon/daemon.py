@@ -52,7 +52,7 @@ ATTACH_DEADLINE_S = 30.0
 HELPERS_AT_ONCE = 2
 """Smallest limit on simultaneous helper processes; with more than two cores it is one per core."""
 ANSWERS_AT_ONCE = 1024
-TURN_S = 0.5
+TURN_S = 5.0
 """Seconds between two reports of the event loop to the heartbeat thread that it makes progress."""
 
 
@@ -152,8 +152,11 @@ class Daemon:
             )
             if ready is not None:
                 ready(self.host.name)
-            self._heart.start()
-            loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes(), self._turn())]
+            works = [self._heartbeats(), self._report_changes()]
+            if not self.settings.embedded:  # else the coordinator, in the same event loop, is late by the same time
+                self._heart.start()
+                works.append(self._turn())
+            loops = [asyncio.ensure_future(work) for work in works]
             migrating = asyncio.ensure_future(self._migrate_slots())
             done, _ = await asyncio.wait([*loops, migrating], return_when="FIRST_COMPLETED")
             for task in [*loops, migrating, stop]:

@@ -28,6 +28,7 @@ BARE = 300
 LATE = 0.5
 """Share of the lease without an answer after which the thread sends a heartbeat."""
 LOOKS = 8
+"""Looks within a lease, once the last answer is too old."""
 HANGS_S = 60.0
 """Seconds without progress of the event loop after which it counts as hanging, not busy."""
 SOON_S = 0.5
@@ -90,9 +91,13 @@ class Heartbeats:
         progress."""
         return lease_s > 0 and now - self._answered > LATE * lease_s and now - self._turned < HANGS_S
 
+    def pause_s(self, now: float, lease_s: float) -> float:
+        """Return the seconds until the thread must look again, at monotonic time `now`."""
+        return max(self._answered + LATE * lease_s - now, lease_s / LOOKS) or SOON_S
+
     def _run(self) -> None:
         client: CoordinatorClient | None = None
-        while not self._stopped.wait(self._lease_s() / LOOKS or SOON_S):
+        while not self._stopped.wait(self.pause_s(time.monotonic(), self._lease_s())):
             if not self.is_due(time.monotonic(), self._lease_s()):
                 if client is not None and self._loop_is_answered:
                     client.close()

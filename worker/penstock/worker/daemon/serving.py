@@ -11,6 +11,7 @@ from collections.abc import Callable
 from penstock.proto.rpc.connection_limits import raise_file_limit
 from penstock.runtime.process.lifetime import Parent, become_subreaper
 from penstock.runtime.process.machine_needs import require
+from penstock.runtime.process.spare_memory import give_back_spare_memory
 from penstock.worker.daemon.daemon import Daemon
 from penstock.worker.daemon.worker_metrics import open_web
 from penstock.worker.daemon.worker_settings import DaemonSettings
@@ -48,4 +49,6 @@ async def serve(
             web = open_web(daemon, loop)
             closing.callback(web.close)
             _log.info("metrics at %s/metrics", web.url)
+        if not settings.embedded:
+            closing.callback(loop.create_task(give_back_spare_memory()).cancel)
         await daemon.run(ready)

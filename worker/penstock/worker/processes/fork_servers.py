@@ -46,6 +46,8 @@ KILL_S = 5.0
 _FORK_SERVER_DIED = "the process that starts this worker's runners (fork server) has died; the worker starts another"
 END_S = 5.0
 CLOSE_S = END_S + KILL_S
+IDLE_S = 300.0
+"""Seconds without children after which a fork server, which holds 150 MB, ends; the next slot starts another."""
 
 
 class TemporaryFolder:
@@ -88,8 +90,9 @@ async def end_orphans(least_s: float = 0.0) -> None:
 class ForkServer:
     """tempdir: of multiprocessing in the children; "" = the system's."""
 
-    def __init__(self, tempdir: str = "") -> None:
-        self._tempdir = tempdir
+    def __init__(self, tempdir: str = "", idle_s: float = IDLE_S) -> None:
+        self._tempdir, self._idle_s = tempdir, idle_s
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._children: dict[int, Child] = {}
         self._next = 0
         loop = asyncio.get_running_loop()
@@ -189,9 +192,26 @@ class ForkServer:
         self._children.pop(number, None)
         if self.dead and not self._children:
             self.close()
+        self.end_when_idle()
+
+    def end_when_idle(self) -> None:
+        """End it once it has had no child for `idle_s` from now on."""
+        self._stay()
+        if not self._children and not self.dead:
+            self._idle_timer = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle)
+
+    def _stay(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+
+    def _end_idle(self) -> None:
+        if not self._children and not self.dead:
+            self.close()
+            self.dead = True
 
     def close(self) -> None:
         """Let the fork server end with its children and their orphans. Kill it after END_S seconds."""
+        self._stay()
         for child in list(self._children.values()):
             child.kill()
         if self._channel is not None and not self.dead:
@@ -225,6 +245,7 @@ class ForkServer:
         if message.kind == "up":
             if not self._up.done():
                 self._up.set_result(None)
+            self.end_when_idle()
             return
         child = self._children.get(message.fields["id"])
         if message.kind == "forked":
@@ -260,8 +281,9 @@ class KeptForkServer:
         sandboxed: bool,
         user: RunnerUser | None = None,
         started: StartedForkServer | None = None,
+        idle_s: float = IDLE_S,
     ) -> None:
-        self._tempdir, self._sandboxed, self._user = tempdir, sandboxed, user
+        self._tempdir, self._sandboxed, self._user, self._idle_s = tempdir, sandboxed, user, idle_s
         self._current = None if started is None else asyncio.ensure_future(self._start(started))
 
     async def get(self) -> ForkServer:
@@ -269,10 +291,12 @@ class KeptForkServer:
         current = self._current
         if current is None or (current.done() and (not _is_up(current) or current.result().dead)):
             current = self._current = asyncio.ensure_future(self._start())
-        return await asyncio.shield(current)
+        fork_server = await asyncio.shield(current)
+        fork_server.end_when_idle()  # counted again, so that it does not end between this call and `fork`
+        return fork_server
 
     async def _start(self, started: StartedForkServer | None = None) -> ForkServer:
-        fork_server = ForkServer(self._tempdir)
+        fork_server = ForkServer(self._tempdir, self._idle_s)
         await fork_server.start(sandboxed=self._sandboxed, user=self._user, started=started)
         return fork_server
 

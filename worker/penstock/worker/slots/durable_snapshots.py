@@ -16,6 +16,8 @@ from penstock.worker.slots.snapshots import HEADER, StoredSnapshot
 LARGE = 1 << 20
 """Bytes above which only the position of a launch's first restart point is kept."""
 AGAIN_S = 0.2
+IDLE_S = 5.0
+"""Longest pause in seconds between two looks for batches that the loop has taken, while it takes none."""
 
 
 class DurableSnapshots:
@@ -30,15 +32,19 @@ class DurableSnapshots:
         await slot.ready.wait()
         # The slots of a job start together, so each begins after a random delay.
         await asyncio.sleep(random.random() * self._host.snapshot_quota.every_s)
+        delivered, pause_s = -1, 0.0
         while True:
             size = 0
             # Skip restart points beyond the last delivered batch: the loop may still abandon that part of the stream.
             slot.progress_page.refresh()
-            for point in self.newest(slot.progress_page.delivered):
+            is_idle, delivered = slot.progress_page.delivered == delivered, slot.progress_page.delivered
+            for point in self.newest(delivered):
                 if not point.durable:
                     size += len(point.data)
                     await self.make(point)
-            await asyncio.sleep(self._host.snapshot_quota.pause_s(size))
+            least_s = self._host.snapshot_quota.pause_s(size)
+            pause_s = max(least_s, min(2 * pause_s, IDLE_S)) if is_idle else least_s
+            await asyncio.sleep(pause_s)
 
     def newest(self, below: int | None = None) -> list[StoredSnapshot]:
         """Return the newest point to restore from, if any. below: it must lie before this batch of the slot."""
