@@ -52,7 +52,7 @@ def main(folder: Path, address: str, steps: int, kind: str) -> None:
             if rank == 0:
                 torch.save((step, saved), folder / "new.pt")
                 (folder / "new.pt").rename(newest)
-            if kind == "gloo" and (rank, life, step) == (0, 3, 20):
+            if kind == "gloo" and "HOLDS" in os.environ and (life, step) == (3, 20):
                 time.sleep(300)  # until its launcher ends it, because the other machine's is gone
             time.sleep(0.1)
 

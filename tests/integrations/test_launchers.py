@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from cluster import INPUTS, SUPPORT, Cluster, running
+from waiting import until
 
 STEPS = 30
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{INPUTS}{os.pathsep}{SUPPORT}", "OMP_NUM_THREADS": "1"}
@@ -37,13 +38,20 @@ class TwoAgents:
         self._environment = {**cluster.environment, "OMP_NUM_THREADS": "1"}
         if not shared_store:
             self._environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self.agents = [self._agent(), self._agent()]
+        self.agents = [self._agent(HOLDS="1")]
+        until(self._has_store)  # so that it is the first one that has it
+        self.agents.append(self._agent())
 
-    def _agent(self) -> subprocess.Popen[bytes]:
+    def _has_store(self) -> bool:
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", int(self._port))) == 0
+
+    def _agent(self, **environment: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", f"--rdzv-id={self._run_id}"]
         command += ["--max-restarts=3", f"{INPUTS}/rounds.py", str(self.folder), self._cluster.address, str(STEPS)]
-        agent = subprocess.Popen([*command, self.kind], env=self._environment, start_new_session=True)
+        environment = {**self._environment, **environment}
+        agent = subprocess.Popen([*command, self.kind], env=environment, start_new_session=True)
         self._stack.callback(agent.wait)
         self._stack.callback(agent.kill)
         return agent
@@ -67,12 +75,9 @@ class TwoAgents:
 
     def replace_agent(self) -> None:
         """Kill the launcher that does not hold the rendezvous, whose rank lives on, and start another one."""
-        ranks = {rank: int((self.folder / f"process-{rank}").read_text()) for rank in (0, 1)}
-        parents = {rank: int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for rank, pid in ranks.items()}
-        victim = next(agent for agent in self.agents if agent.pid == parents[1])
-        victim.kill()
-        victim.wait()
-        self.agents[self.agents.index(victim)] = self._agent()
+        self.agents[1].kill()
+        self.agents[1].wait()
+        self.agents[1] = self._agent()
 
     def assert_all_trained(self) -> None:
         for agent in self.agents:

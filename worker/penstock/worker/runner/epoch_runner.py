@@ -30,9 +30,10 @@ from penstock.worker.loader.restart_points import UNFIT, RestartPoint
 from penstock.worker.loader.slot_loader import part_of
 from penstock.worker.loader.start import saved_goal, start
 from penstock.worker.loader.travel import begin, finish, reach
-from penstock.worker.processes.control_channel import DescriptorsClosedError, plain_detail
+from penstock.worker.processes.control_channel import DescriptorsClosedError
 from penstock.worker.runner.epoch_process import Outcome, run_epoch
 from penstock.worker.runner.slot_stream import SlotStream, StartData, StopError
+from penstock.worker.runner.user_errors import told
 
 _log = logging.getLogger("penstock.worker")
 
@@ -284,7 +285,7 @@ class EpochRunner:
             if self._ready:
                 self._fail(error)
             else:
-                stream.channel.send("failed", error=plain_detail(error))
+                stream.channel.send("failed", error=told(error))
             raise StopError from error
 
     def _go(self, goal: EpochGoal | None) -> bool:

@@ -23,9 +23,10 @@ from penstock.worker.loader.restart_plan import Target, route
 from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamPosition
 from penstock.worker.loader.slot_loader import CHANGED, SlotLoader
 from penstock.worker.loader.travel import leave
-from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, begin_slot, plain_detail
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, begin_slot
 from penstock.worker.processes.progress_page import ENTRIES
 from penstock.worker.processes.user_code import load_class
+from penstock.worker.runner.user_errors import told
 
 
 def run_task(channel: ControlChannel) -> None:
@@ -59,7 +60,7 @@ def run_task(channel: ControlChannel) -> None:
     except LaneLostError:
         raise
     except Exception as error:
-        channel.send("failed", error=plain_detail(error))
+        channel.send("failed", error=told(error))
 
 
 def _beginning(fields: dict[str, Any]) -> RestartPoint:

@@ -28,7 +28,6 @@ from penstock.worker.processes.control_channel import (
     ControlMessage,
     DescriptorsClosedError,
     begin_slot,
-    plain_detail,
 )
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.epoch_process import Outcome, run_epoch
@@ -36,6 +35,7 @@ from penstock.worker.runner.epoch_runner import EpochRunner
 from penstock.worker.runner.kept_runner import KeptRunner
 from penstock.worker.runner.slot_stream import SlotStream, StartData, StopError, receive_start
 from penstock.worker.runner.surroundings import Surroundings
+from penstock.worker.runner.user_errors import told
 
 _log = logging.getLogger("penstock.worker")
 
@@ -93,7 +93,7 @@ def _run(stream: SlotStream) -> None:
     except (StopError, LaneLostError, DescriptorsClosedError):
         raise
     except Exception as error:
-        stream.channel.send("failed", error=plain_detail(error))
+        stream.channel.send("failed", error=told(error))
         raise StopError from error
     gc.freeze()  # a collection would write to pages that the children share
     EpochRunner(stream, sent).run()
@@ -112,7 +112,7 @@ def _compare_record(stream: SlotStream, sent: StartData) -> None:
                 compare_record(source, sent.resume)
             return Outcome({"error": None}, [])
         except Exception as error:
-            return Outcome({"error": plain_detail(error)}, [])
+            return Outcome({"error": told(error)}, [])
 
     started = stream.page.made_by
     outcome = run_epoch("penstock-epoch", work, lambda: None, started, stream.producer, lambda: False)

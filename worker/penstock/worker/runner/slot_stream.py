@@ -11,10 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import socket
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +31,6 @@ from penstock.proto.state.position import linked
 from penstock.proto.state.snapshot_cadence import SnapshotCadence
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
-from penstock.runtime.process.lifetime import job_signalled
 from penstock.worker.batch.building import lend
 from penstock.worker.batch.entry_lease import EntryLease
 from penstock.worker.batch.stacking import Builder
@@ -50,7 +47,7 @@ from penstock.worker.processes.control_channel import (
     plain_detail,
 )
 from penstock.worker.processes.progress_page import ProgressPage
-from penstock.worker.runner.epoch_process import die_like
+from penstock.worker.runner.user_errors import told
 
 _log = logging.getLogger("penstock.worker")
 
@@ -59,9 +56,6 @@ SLOW_BATCH_S = 0.001
 POLL_EVERY_S = 0.1
 """Seconds between two polls while batches are fast."""
 COMING_S = 0.005
-SIGNALLED_S, SIGNAL_S = 30.0, 0.2
-"""Seconds after a signal to the whole job in which an error of the loader counts as its consequence, and in which the
-signal may come after the error."""
 
 
 class StopError(Exception):
@@ -350,7 +344,7 @@ class SlotStream:
                     data = point.encode()
                 except Exception as error:
                     self._cadence.stopped = True
-                    self.channel.send("unsaved", error=plain_detail(error))
+                    self.channel.send("unsaved", error=told(error))
                     return
                 self._send_restart_point(point, data, epoch_start=False)
                 if not point.step:
@@ -465,15 +459,11 @@ class SlotStream:
         self.channel.send("left", epoch=epoch, total=total)
 
     def fail(self, error: Exception) -> None:
-        """Send the error to job and daemon. Then only serve the sockets, until StopError. But if the whole job has got
-        a signal, it has ended processes that user code started: let another runner make the batch again."""
-        if job_signalled(SIGNALLED_S, SIGNAL_S):
-            traceback.print_exception(error)
-            die_like(-signal.SIGTERM)
+        """Send the error to job and daemon. Then only serve the sockets, until StopError."""
+        fields = told(error)
         position = self.source.position
-        detail = plain_detail(error)
-        self.producer.fail(position.epoch, position.total, records_pb2.ErrorDetail(**detail))
-        self.channel.send("broken", error=detail)
+        self.producer.fail(position.epoch, position.total, records_pb2.ErrorDetail(**fields))
+        self.channel.send("broken", error=fields)
         self.doing("waiting")
         while True:
             self.serve(None)

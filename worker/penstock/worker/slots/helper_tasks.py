@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
@@ -17,14 +18,20 @@ from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.slots.blobs import Blobs
 from penstock.worker.slots.slot_record import SlotHost, SlotRecord
 
+AGAIN: Mapping[int | None, int] = {-signal.SIGKILL: 1, -signal.SIGTERM: 3}
+"""Exit status of a helper -> how often another one is started after it. With SIGTERM one ends itself, see
+user_errors.py; a launcher may send a job several."""
+TRIES = 1 + max(AGAIN.values())
+
 
 async def run_task(
     host: SlotHost, slot: SlotRecord, points: list[bytes], task: str, deadline_s: float, **fields: Any
 ) -> ControlMessage:
     """Let a helper do `task` (message kind, with `fields`), and return its answer. If it or its fork server is killed
-    by SIGKILL, another one does it. points: serialized, in the order to try. deadline_s: without turns and starts.
-    Raises DeadlineError with the helper's stack, WorkerLostError (with it after a crash), InputFnError (user code
-    closed the control socket), or the task's PenstockError."""
+    by SIGKILL, another one does it; also if a signal to the whole job ended processes of user code in it. points:
+    serialized, in the order to try. deadline_s: without turns and starts. Raises DeadlineError with the helper's stack,
+    WorkerLostError (with it after a crash), InputFnError (user code closed the control socket), or the task's
+    PenstockError."""
     begins = task == "mixture" or (task == "state" and by_own_methods(slot.capabilities))
     if begins and slot.assignment.resume.blob:
         points = [*points, await host.blobs.read(slot.assignment.resume.blob)]
@@ -39,7 +46,7 @@ async def _by_child(
     host: SlotHost, slot: SlotRecord, points: list[bytes], task: str, deadline_s: float, fields: dict[str, Any]
 ) -> ControlMessage:
     what, left_s, assignment = f"the helper process of {slot.name}", deadline_s, slot.assignment
-    for last in (False, True):
+    for number in range(TRIES):
         fork_server = await host.fork_server.get()
         answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
 
@@ -51,7 +58,7 @@ async def _by_child(
             name = f"{slot.name} {task}"
             child = await fork_server.fork("task", name, slot.progress_page, on_message, about_slot(assignment))
         except WorkerLostError:
-            if last:
+            if number:
                 raise
             continue
         try:
@@ -69,7 +76,7 @@ async def _by_child(
                 late = f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues"
                 raise DeadlineError(late, remote_traceback=await child.stack())
             status = child.exited.result()
-            if last or child.unwanted or status != -signal.SIGKILL:
+            if number >= AGAIN.get(status, 0) or child.unwanted:
                 how = f"{what} {describe_exit(status)} during the task {task}; the stream of batches continues"
                 raise descriptors_closed(status, what) or WorkerLostError(how, remote_traceback=child.last_stack)
         finally:
