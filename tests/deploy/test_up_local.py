@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ import pytest
 from waiting import until
 
 from penstock.deploy.console.exit_codes import CommandError
-from penstock.deploy.engines import keeper
+from penstock.deploy.engines import keeper, local
 from penstock.deploy.engines.engine import Fleet as FleetRecord
+from penstock.deploy.engines.engine import Scaling
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import FleetKeeper
 from penstock.runtime.process.identity import Identity
@@ -169,6 +172,34 @@ def test_scaling_ends_drained_workers_first(fleet: Fleet) -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert f"only --workers of a running fleet can be changed, but {says}" in done.error
     assert scaled(2) == {"penstock-1", "penstock-2"}
+
+
+def test_of_two_sizes_asked_at_once_the_later_one_holds(fleet: Fleet) -> None:
+    """The other command says so, instead of waiting for workers that nobody starts."""
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(local.scale, fleet.folder, Scaling(workers=3, request="first"), 60)
+        until(lambda: fleet.record().scaled == "first" or first.done())
+        assert local.scale(fleet.folder, Scaling(workers=2, request="second"), 60).scaled == "second"
+        with pytest.raises(CommandError, match=r"another command has asked for 2 workers"):
+            first.result()
+    assert set(fleet.workers()) == {"penstock-1", "penstock-2"}
+
+
+def test_fleet_lives_on_while_no_daemon_can_be_started(fleet: Fleet) -> None:
+    processes, log = fleet.processes(), fleet.folder.logs / "supervisor.log"
+    supervisor, victim = processes["sup"], processes["penstock-2"]
+    assert supervisor is not None
+    assert victim is not None
+    before = resource.prlimit(
+        supervisor.pid, resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    assert victim.send(signal.SIGKILL)
+    says = "penstock-2 cannot be started (Too many open files); starting it again"
+    until(lambda: says in log.read_text() or _ended(supervisor))
+    assert not _ended(supervisor)
+    resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, before)
+    until(lambda: set(fleet.workers()) == {"penstock-1", "penstock-2"})
+    assert fleet.processes()["coordinator"] == processes["coordinator"]
 
 
 def test_down_leaves_no_process_and_is_idempotent(fleet: Fleet) -> None:

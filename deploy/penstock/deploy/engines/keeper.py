@@ -74,7 +74,11 @@ class FleetKeeper:
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
-            code = await self._run_once()
+            try:
+                code = await self._run_once()
+                how = exit_words(code)
+            except OSError as error:  # no process, memory or descriptor is left for it
+                code, how = BUG, f"cannot be started ({error.strerror})"
             if self._stopping.is_set():
                 self._become("ended")
                 return
@@ -85,7 +89,6 @@ class FleetKeeper:
             if time.monotonic() - began >= STEADY_S:
                 quick, pause = 0, PAUSE_S
             quick += 1
-            how = exit_words(code)
             if code in PERMANENT_ERRORS or quick >= MAX_FAILED_STARTS or not self.ready.is_set():
                 self._become("failed")
                 again = f" ({quick} times in a row)" if quick > 1 else ""

@@ -52,14 +52,19 @@ def up(plan: FleetPlan, folder: FleetFolder, *, ends_with_us: bool = False) -> F
 
 def scale(folder: FleetFolder, scaling: Scaling, timeout_s: float) -> Fleet:
     """Let the supervisor bring the fleet to a new size, and return it when all its workers are ready. Raises
-    DeadlineError if they are not in time, CommandError if the supervisor has ended."""
+    DeadlineError if they are not in time, CommandError if the supervisor has ended, or another size was asked for."""
     folder.ask(scaling)
     supervisor = folder.holder()
     if supervisor is None or not supervisor.send(SCALE):
         raise CommandError(f"the fleet in {folder.path} has just ended. Start it again", USAGE)
     deadline = time.monotonic() + timeout_s
     while (fleet := folder.fleet()) is not None and supervisor.send(0):
-        if fleet.scaled == scaling.request:
+        asked = folder.asked()
+        if asked.workers != scaling.workers:
+            raise CommandError(
+                f"another command has asked for {asked.workers} workers of the fleet in {folder.path} meanwhile", USAGE
+            )
+        if fleet.scaled == asked.request:
             workers = {daemon.name: daemon.state for daemon in fleet.daemons if daemon.name != "coordinator"}
             if len(workers) == scaling.workers and {*workers.values()} == {"ready"}:
                 return fleet

@@ -249,11 +249,11 @@ class _Supervisor:
         )
 
     def _record(self) -> None:
-        """Write the record. If that fails (a full disk), the fleet keeps running: whoever needs the record, `penstock
-        down`, finds the supervisor by its lock too."""
+        """Write the record. If that fails (a full disk, no descriptor left), the fleet keeps running: whoever needs the
+        record, `penstock down`, finds the supervisor by its lock too."""
         try:
             self._folder.save(self._fleet())
-        except CommandError as error:
+        except (CommandError, OSError) as error:
             _log.error("%s; the fleet keeps running", error)
 
 
