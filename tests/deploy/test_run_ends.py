@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,6 @@ from urllib.request import urlopen
 
 import ends
 import pytest
-from census import alive, descendants, own_memory
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
 
@@ -172,30 +169,3 @@ def test_command_that_fails_is_logged_and_the_last_end_is_told(shell: Any, tmp_p
         next(iter(DataExecutor(DataLoader(ends.ending, "ends"), appliance=appliance)))
     assert started.stop() == 0
     assert "lm/0: the command of --on-end ended with status 1: cat: nothing: No such file" in started.log.read_text()
-
-
-def test_command_that_prints_without_end_costs_no_memory(shell: Any) -> None:
-    """It ends with the coordinator."""
-    started = shell.start("coordinator", "--listen", "127.0.0.1:0", "--state-dir", "state", "--on-end", "yes")
-    shell.environment["PENSTOCK_COORDINATOR"] = started.line
-    with job(shell, "lm", timeout_s=1) as appliance, pytest.raises(NoWorkersError):
-        next(iter(DataExecutor(DataLoader(ends.ending, "ends"), appliance=appliance)))
-    until(lambda: descendants(started.process.pid))
-    time.sleep(1)
-    assert own_memory(started.process.pid) < 500 << 20
-    running = descendants(started.process.pid)
-    assert started.stop() == 0
-    assert "lm/0: the command of --on-end was killed, because it still ran after" in started.log.read_text()
-    assert not alive(running)
-
-
-def test_what_a_command_leaves_behind_is_not_waited_for(shell: Any) -> None:
-    """It holds the pipe to which the command has printed."""
-    command = "sh -c 'sleep 999 & echo $! > left; exit 3'"
-    started = shell.start("coordinator", "--listen", "127.0.0.1:0", "--state-dir", "state", "--on-end", command)
-    shell.environment["PENSTOCK_COORDINATOR"] = started.line
-    with job(shell, "lm", timeout_s=1) as appliance, pytest.raises(NoWorkersError):
-        next(iter(DataExecutor(DataLoader(ends.ending, "ends"), appliance=appliance)))
-    assert started.stop() == 0
-    os.kill(int((shell.folder / "left").read_text()), signal.SIGKILL)
-    assert "lm/0: the command of --on-end ended with status 3: it printed nothing" in started.log.read_text()
