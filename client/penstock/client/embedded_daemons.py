@@ -33,8 +33,7 @@ def main() -> int:
         parent = Parent(given["parent_pid"])
     except ProcessLookupError:
         return 0
-    # runners import the training script, which has imported penstock.client
-    fork_server = start_fork_server(sandboxed=not given["no_sandbox"], module="penstock.client.api.executor")
+    fork_server = start_fork_server(sandboxed=not given["no_sandbox"])
     return serve(given, parent, fork_server)
 
 

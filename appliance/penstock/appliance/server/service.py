@@ -424,7 +424,8 @@ class Service(CoordinatorServicer):
                     try:
                         await self._disk.put_snapshot(header, data)
                     except JournalError as error:
-                        if all(kept.epoch != header.epoch for kept in self._snapshot_index.snapshots(key)):
+                        known = self._snapshot_index.snapshots(key)
+                        if known and all(kept.epoch != header.epoch for kept in known):
                             raise  # the loop may have left the epochs before early, and nobody can replay across that
                         self._log_disk(error)
                         return pb.PutSnapshotReply(refused=error.message, free_bytes=self._snapshot_index.free)

@@ -40,11 +40,10 @@ class StartedForkServer:
     control: socket.socket
 
 
-def start_fork_server(*, sandboxed: bool = True, user: str = "", module: str = "") -> StartedForkServer:
-    """Start a fork server without waiting. sandboxed: of its children. user: theirs, encoded; "" = this process's.
-    module: to import once for all children, because user code will import it; "" = none."""
+def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkServer:
+    """Start a fork server without waiting. sandboxed: of its children. user: theirs, encoded; "" = this process's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    given = {"sandboxed": sandboxed, f"user={user}": bool(user), f"import={module}": bool(module)}
+    given = {"sandboxed": sandboxed, f"user={user}": bool(user)}
     what = (str(theirs.fileno()), str(os.getpid()), *(name for name, holds in given.items() if holds))
     command = interpreter("penstock.worker.runner.fork_server", *what)
     try:

@@ -1,10 +1,9 @@
 """The fork server: the process from which a worker's runners and helper processes are forked.
 
 Importing torch takes a second or more and 150 MB; a fork takes milliseconds and shares memory. The daemon must never
-fork, because it runs gRPC. So a fresh interpreter without threads, calls by gRPC and user code imports what runners
-need, and then only forks, for all runs. What it has not imported, each runner holds alone: four of them held 18 MB each
-for penstock.client and the loader of torch datasets. A child leads a process group and is a subreaper (orphans.py), so
-all that user code starts can be killed with it, and dies with its fork server.
+fork, because it runs gRPC. So a fresh interpreter without threads, gRPC and user code imports what runners need, and
+then only forks, for all runs. A child leads a process group and is a subreaper (orphans.py), so all that user code
+starts can be killed with it, and dies with its fork server.
 
 `penstock doctor` and `penstock replay` use a fork server too, with programs of their own. The daemon gets a pidfd
 of each child, which shows its end also while the fork server is stopped; only the fork server, as parent, gets the
@@ -63,15 +62,13 @@ def main() -> None:
     with _collected_once():
         # numpy imports its generators on first use, and each child seeds them: 5 ms less for each child
         import numpy.random  # noqa: F401
+
+        # modules that children need, loaded once; pydantic_settings for scripts that import penstock.client
+        import pydantic_settings  # noqa: F401
         import torch
 
-        # modules that children need, loaded once
         from penstock.data.loading import torch_datasets  # noqa: F401
         from penstock.worker.runner import replayer, runner  # noqa: F401
-
-        for trait in sys.argv[3:]:
-            if trait.startswith("import="):
-                importlib.import_module(trait.removeprefix("import="))
     torch.set_num_threads(1)
     deaths, wake = os.pipe()
     for fd in (deaths, wake):
