@@ -424,8 +424,7 @@ class Service(CoordinatorServicer):
                     try:
                         await self._disk.put_snapshot(header, data)
                     except JournalError as error:
-                        known = self._snapshot_index.snapshots(key)
-                        if known and all(kept.epoch != header.epoch for kept in known):
+                        if all(kept.epoch != header.epoch for kept in self._snapshot_index.snapshots(key)):
                             raise  # the loop may have left the epochs before early, and nobody can replay across that
                         self._log_disk(error)
                         return pb.PutSnapshotReply(refused=error.message, free_bytes=self._snapshot_index.free)

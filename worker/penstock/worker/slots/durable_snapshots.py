@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from penstock.proto.errors import OverloadedError, PenstockError, SupersededError, UnknownRunError
+from penstock.proto.errors import JournalError, OverloadedError, PenstockError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.processes.child_processes import about_slot
 from penstock.worker.slots.slot_record import COORDINATOR_ERRORS, SlotHost, SlotRecord
@@ -59,9 +59,9 @@ class DurableSnapshots:
             if not point.durable:
                 await self.make(point)
 
-    async def make(self, point: StoredSnapshot) -> None:
-        """Send a point, waiting while the coordinator is unreachable or overloaded. One that was refused or could not
-        be sent counts as durable too, so that it is not sent again."""
+    async def make(self, point: StoredSnapshot, *, waits_for_disk: bool = True) -> None:
+        """Send a point, waiting while the coordinator is unreachable or overloaded, or its disk is full. One that was
+        refused or could not be sent counts as durable too, so that it is not sent again."""
         slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
         place = {name: getattr(point, name) for name in HEADER}
@@ -72,6 +72,9 @@ class DurableSnapshots:
                 self._count(refused, len(data))
                 break
             except COORDINATOR_ERRORS as error:  # OverloadedError is one of them
+                if isinstance(error, JournalError) and not waits_for_disk:
+                    self.refused = error.message
+                    break
                 if not logged:
                     slot.log.warning("%s: a snapshot waits for the coordinator: %s", slot.name, error.message)
                 logged = True

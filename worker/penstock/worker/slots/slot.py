@@ -439,7 +439,7 @@ class Slot:
         slot = self.record
         for point in list(slot.store):
             if not point.durable:
-                await self.durable.make(point)
+                await self.durable.make(point, waits_for_disk=slot.assignment.recovery)
             refused = self.durable.refused
             if refused and not slot.assignment.recovery:  # a recovery has an older snapshot of the slot
                 what = "the coordinator cannot keep the loader's first snapshot, without which no recovery is possible"
