@@ -195,6 +195,16 @@ def test_divided_samples_are_no_warning(examine: Examine) -> None:
     assert {patient.streamed["worker_info"] for patient in found.loaders} == {"of_run"}
 
 
+def test_a_file_that_processes_share_is_named(examine: Examine, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(b"".join(b"%08d" % row for row in range(64)))
+    found = examine("patients:held_file", str(path), replay=True)
+    (warning,) = found.warnings  # whether the rows were wrong or, by chance, right
+    assert warning.startswith(f"the loader's own processes share {path}, which was open when they were forked")
+    assert "seeded generators" not in found.verdict
+    assert not examine("patients:held_file", str(path), 0, replay=True).warnings
+
+
 # ---- the command
 
 

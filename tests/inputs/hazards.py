@@ -375,3 +375,19 @@ class Strays(streams.Counter):
 
 def strays(batches: int) -> Strays:
     return Strays(batches, first=1000 * current_assignment().global_worker_id)
+
+
+class HeldFile:
+    """A pure loader of a file that is open from the beginning, and is read on from wherever it stands."""
+
+    def __init__(self, path: str) -> None:
+        self.file = open(path, "rb")  # noqa: SIM115
+        self.file.read(8)
+
+    def __iter__(self) -> Iterator[int]:
+        while number := self.file.read(8):
+            yield int(number)
+
+
+def held_file(path: str) -> HeldFile:
+    return HeldFile(path)

@@ -87,3 +87,25 @@ def leaves_behind(marker: str) -> Iterator[torch.Tensor]:
         out.write(f"{forgotten.pid}\n")
     for number in range(100):
         yield torch.tensor(number)
+
+
+class HeldFile(torch.utils.data.Dataset[int]):
+    """Its file is open from the beginning, and the processes of torch's loader share the offset."""
+
+    def __init__(self, path: str) -> None:
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self.file.seek(8)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, row: int) -> int:
+        self.file.seek(8 * row)
+        return int(self.file.read(8))
+
+
+def held_file(path: str, workers: int = 2) -> torch.utils.data.DataLoader[int]:
+    current_assignment()
+    return torch.utils.data.DataLoader(
+        HeldFile(path), batch_size=4, num_workers=workers, multiprocessing_context="fork" if workers else None
+    )

@@ -84,6 +84,21 @@ def test_what_cannot_go_is_named() -> None:
         dump(lambda: holds())
 
 
+class Held:
+    """A dataset as people write it: its file is open from the beginning."""
+
+    def __init__(self) -> None:
+        self.parts = {"first": [open(__file__, "rb")]}  # noqa: SIM115
+
+
+def test_the_attribute_that_cannot_go_is_named() -> None:
+    held = Held()
+    with held.parts["first"][0]:
+        words = r"cannot pickle '_io.BufferedReader' object, which Held.parts\['first'\]\[0\] is: open or make it"
+        with pytest.raises(UnsupportedStateError, match=words):
+            ship(streams.counter, (held,), {})
+
+
 def test_what_has_a_name_goes_by_it() -> None:
     assert again(streams.counter) is streams.counter
     assert again((Path("/data"), streams.Counter(3).__iter__))[1].__self__.batches == 3

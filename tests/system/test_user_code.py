@@ -344,6 +344,16 @@ def test_output_flood_costs_only_its_author(cluster: Cluster) -> None:
         os.set_blocking(worker.stderr.fileno(), True)
 
 
+def test_an_open_file_stands_in_each_epoch_where_input_fn_left_it(cluster: Cluster, tmp_path: Path) -> None:
+    """Its offset is shared by all processes that are forked from the one that opened it."""
+    path = tmp_path / "numbers"
+    path.write_bytes(b"".join(b"%08d" % number for number in range(3000)))
+    with at(cluster):
+        loader = DataLoader(hazards.held_file, str(path))
+        for batches in (2999, 5, 2999, 2999):  # the second epoch is abandoned
+            assert [int(batch) for batch in itertools.islice(loader, batches)] == [*range(1, batches + 1)]
+
+
 # ---- helper processes
 
 

@@ -121,8 +121,8 @@ class ExaminedLoader:
     capabilities: dict[str, Any]
     streamed: dict[str, Any]
     """Results of the first stream (loader_trials.py): `events`; `looked_at` (input_fn read its assignment);
-    `worker_info` (torch's answer to it); `samples`; `unsaved` (why no state could be encoded, or ""); `state_bytes`
-    (largest)."""
+    `worker_info` (torch's answer to it); `samples`; `unsaved` (why no state could be encoded, or ""); `shared_files`
+    (whose offset its own processes share); `state_bytes` (largest)."""
     points: dict[str, tuple[int, bool, bytes]]
     """Restart point -> (batches before it, True at the start of an epoch, encoded state)."""
     rows: Sequence[int] = ()
@@ -357,7 +357,7 @@ def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int
         return CANNOT_SAVE, None, f"cannot be saved: {next(filter(None, reasons))}"
     wrong = [check for examined in loaders for check in examined.checks if not check.exact]
     if (again := next((check for check in wrong if check.where == _WHERE["start"]), None)) is not None:
-        return DIFFERS, None, _not_repeatable(again)
+        return DIFFERS, None, _not_repeatable(again, shared_files=any(_shared_files(loaders)))
     if not capabilities["state_methods"]:
         if request.replay:
             return 0, REPLAY, "can be saved and resumed exactly, by replay from the start of the epoch"
@@ -373,12 +373,14 @@ def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int
     return 0, own, "can be saved at any step and resumed exactly"
 
 
-def _not_repeatable(check: LoaderCheck) -> str:
+def _not_repeatable(check: LoaderCheck, *, shared_files: bool) -> str:
     if check.differs is None:
         return (
             f"cannot be resumed: started again in a fresh process, the loader fails ({check.what}). Let input_fn "
             "succeed each time that it is called, also if files or locks of an earlier call are still there"
         )
+    if shared_files:
+        return f"cannot be resumed: after a new start it yields other batches ({check.what}). See the shared file below"
     return (
         f"cannot be resumed: after a new start it yields other batches ({check.what}). Draw random numbers from the "
         "seeded generators of python, numpy and torch, or seed your own from current_assignment().seed, not from the "
@@ -398,6 +400,15 @@ def _equal_samples(loaders: list[ExaminedLoader]) -> Iterator[str]:
             f"{shared} of {total} samples of the first epoch come from more than one of the {len(loaders)} workers. "
             "Unless the data hold equal samples, the workers' shares overlap: divide the input once, by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"
+        )
+
+
+def _shared_files(loaders: list[ExaminedLoader]) -> Iterator[str]:
+    files = sorted({path for examined in loaders for path in examined.streamed["shared_files"]})
+    if files:
+        yield (
+            f"the loader's own processes share {', '.join(files[:3])}, which was open when they were forked, and its "
+            "offset: they read wrong rows at times. Open it in each process, at its first use"
         )
 
 
@@ -427,5 +438,6 @@ def _warnings(request: LoaderRequest, loaders: list[ExaminedLoader]) -> Iterator
     else:
         yield from _equal_samples(loaders)
     yield from _wrong_length(loaders)
+    yield from _shared_files(loaders)
     if all(len(set(each)) == 1 for each in digests):
         yield "all batches are the same, so a wrong batch cannot be detected. Check with real data"

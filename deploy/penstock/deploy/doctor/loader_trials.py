@@ -11,6 +11,10 @@ Events: [epoch, total, digest] for the worker's batch `total`; [epoch, total, nu
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
+import sys
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -30,6 +34,7 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.restart_points import END, Launch, RestartPoint
 from penstock.worker.loader.slot_loader import SlotLoader
 from penstock.worker.processes.control_channel import ControlChannel, plain_detail
+from penstock.worker.processes.orphans import own_children
 from penstock.worker.processes.user_code import load_input_fn
 
 Event = list[Any]
@@ -91,6 +96,7 @@ class _Stream:
         self._snapshot: tuple[int, bytes] | None = None
         """Snapshot after the newest batch: (batches so far, encoded state)."""
         self._ended = False
+        self._shared_files: set[str] = set()
         self._state_bytes = 0
         self._events: list[Event] = []
         self._rows = array("Q")
@@ -108,6 +114,7 @@ class _Stream:
                 continue
             _take(source, replay_digest, batch)
             self._events.append([epoch, place.total, source.digest])
+            self._shared_files |= _shared_files()
             if epoch == 0 and len(self._rows) < ROWS:
                 self._rows.extend(replay_digest.rows())
             del batch
@@ -123,6 +130,7 @@ class _Stream:
             worker_info=place_of.reads().answer.name.lower(),
             samples=place.samples,
             unsaved=self._unsaved,
+            shared_files=sorted(self._shared_files),
             state_bytes=self._state_bytes,
         )
 
@@ -174,6 +182,21 @@ class _Stream:
         self._snapshot = total, data
         if total in self._keep:
             self._channel.send("point", data, name=self._keep[total], total=total, epoch_start=False)
+
+
+def _shared_files() -> set[str]:
+    """Return the files whose offset the loader's processes share, because they were open when these were forked, and
+    from which something was read."""
+    shared = set()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # of the listing itself
+            if fd > sys.stderr.fileno() and stat.S_ISREG(os.fstat(fd).st_mode) and os.lseek(fd, 0, os.SEEK_CUR):
+                path = os.readlink(f"/proc/self/fd/{fd}")
+                for child in own_children():
+                    with contextlib.suppress(OSError):  # it has ended, or has no such file
+                        if os.readlink(f"/proc/{child}/fd/{fd}") == path:
+                            shared.add(path)
+    return shared
 
 
 def _take(source: SlotLoader, replay_digest: ReplayDigest, batch: Any) -> None:

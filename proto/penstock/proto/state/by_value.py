@@ -13,22 +13,28 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
 
 _MAIN_NAMES = ("__main__", "__mp_main__")
+_MOST_SEARCHED = 100_000
+"""Objects looked at for the way to one that cannot be pickled."""
 
 
 def dump(value: object) -> bytes:
-    """Raises PicklingError, which names the function or class that cannot be pickled."""
+    """Raises PicklingError, which names the attribute that cannot be pickled, or the function or class that uses it."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
         pickler.dump(value)
     except Exception as error:
         where = f", which {pickler.last} holds or uses" if pickler.last else ""
+        way = _way_to(pickler.newest, value)
+        if way:
+            where = f", which {way} is: open or make it in each process, at its first use"
         raise pickle.PicklingError(f"{error}{where}") from error
     return file.getvalue()
 
@@ -40,8 +46,36 @@ def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
     return unpickler.load()
 
 
+def _way_to(culprit: Any, value: Any) -> str:
+    """Return the attributes, keys and indexes that lead to an object, such as "Folder.index[0].file"; "" if there is no
+    such way through objects, dicts, lists and tuples."""
+    waiting, seen = deque([("", value)]), {id(value)}
+    while waiting and len(seen) < _MOST_SEARCHED:
+        way, holder = waiting.popleft()
+        for step, member in _members(holder):
+            # a way begins at the first object that has attributes: what holds that is ours
+            further = f"{way or type(holder).__qualname__}{step}" if way or step.startswith(".") else ""
+            if member is culprit:
+                return further
+            if id(member) not in seen:
+                seen.add(id(member))
+                waiting.append((further, member))
+    return ""
+
+
+def _members(holder: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(holder, list | tuple):
+        yield from ((f"[{index}]", member) for index, member in enumerate(holder))
+    elif isinstance(holder, dict):
+        yield from ((f"[{key!r:.40}]", member) for key, member in holder.items())
+    elif not isinstance(holder, type | types.ModuleType | types.FunctionType):
+        yield from ((f".{name}", member) for name, member in getattr(holder, "__dict__", {}).items())
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     last = ""
+    newest: Any = None
+    """Object that is pickled at the moment."""
 
     def reducer_override(self, value: Any) -> Any:
         """Pickle a function that functools.lru_cache wraps as code, if no worker can import it by name."""
@@ -51,6 +85,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
         """Name under which a worker finds a function or class of the training script, loaded as another module."""
+        self.newest = value
         if isinstance(value, type | types.FunctionType) and not str(value.__module__).startswith("cloudpickle"):
             self.last = value.__qualname__
         if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:
