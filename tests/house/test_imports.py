@@ -68,6 +68,7 @@ ENTRY_POINTS = {
             "penstock.worker.processes.control_channel",
             "penstock.worker.processes.fork_servers",
             "penstock.worker.processes.interpreters",
+            "penstock.worker.processes.orphans",
             "penstock.worker.processes.user_code",
         ],
         "processes that run users' loaders outside of a worker",
