@@ -202,8 +202,9 @@ WANTED = {
     ("PenstockCoordinatorDown", "node", ""): "node",
 }
 """Beside these, workers whose coordinator is gone say so."""
-ALSO_TRUE = {("PenstockRecoveringOften", "inputs", "poison/0")}
-"""A batch that is made far ahead of the loop kills more runners than the four after which the loop is told."""
+ALSO_TRUE = {("PenstockRecoveringOften", "inputs", "poison/0"), ("PenstockInputBound", "inputs", "stalled/0")}
+"""A batch that is made far ahead of the loop kills more runners than the four after which the loop is told; and a loop
+that waits for ever for a batch is bound by its input, if the timeout leaves that alert its time."""
 
 
 @pytest.mark.timeout(900)
