@@ -30,9 +30,9 @@ class Images:
         return {"number": number + self.shift, "draw": torch.tensor(self.rng.random())}
 
 
-def mapped(shift: int = 0) -> MapLoader:
+def mapped(shift: int = 0, batch: int = 4) -> MapLoader:
     """Slow, so that no batch is ahead of the loop."""
-    return MapLoader(Images(shift), batch_size=4, shuffle=True)
+    return MapLoader(Images(shift), global_batch_size=batch, shuffle=True)
 
 
 def seeded(reseed: bool = True, seed: int = 0) -> MapLoader:
@@ -57,10 +57,10 @@ class Shift:
         return sample + self.shift
 
 
-def sharded(shift: int = 0) -> ShardLoader:
+def sharded(shift: int = 0, batch: int = 4) -> ShardLoader:
     pieces = [list(range(300)), list(range(300, 600))]
     source = Mapped(LogicalShards(pieces, shards=12, shuffle=True), Shift(shift))
-    return ShardLoader(source, global_batch_size=4)
+    return ShardLoader(source, global_batch_size=batch)
 
 
 class Own:

@@ -70,6 +70,26 @@ def test_other_data_are_an_error(kind: str, workers: int, tmp_path: Any, two: Ap
         assert len(resumed(here, state, *others, strict=False)) == 2
 
 
+@pytest.mark.parametrize("kind", ["mapped", "sharded"])
+@pytest.mark.parametrize(("workers", "then"), [(1, 3), (2, 3), (1, 1), (2, 2)])
+def test_another_global_batch(kind: str, workers: int, then: int) -> None:
+    """Frameworks that pass the batch of a rank, times the ranks, have another one on other ranks: the rows continue,
+    and what the saved run delivered is not compared."""
+    make = getattr(vouched, kind)
+    with (
+        FakeAppliance(num_workers_per_box=workers, seed=7) as before,
+        FakeAppliance(num_workers_per_box=then, seed=7) as here,
+    ):
+        data = DataLoader(make, 0, 4)
+        whole = [plain(batch) for batch in DataExecutor(data, STEP + 6, appliance=before)]
+        state = decode_state(encode_state(data.state_at(STEP)))
+        assert rows(resumed(here, state, make, 0, 8, steps=3)) == rows(whole[STEP:])
+
+
+def rows(batches: list[Any]) -> list[int]:
+    return [row for batch in batches for row in (batch["number"] if isinstance(batch, dict) else batch)]
+
+
 def test_generator_of_the_dataset_depends_on_the_position_alone(two: Appliance) -> None:
     """On any topology, and whatever state input_fn left it in."""
     with FakeAppliance(num_workers_per_box=3, seed=7) as other:

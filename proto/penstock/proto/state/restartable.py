@@ -26,7 +26,7 @@ class RestartableDataLoader(Protocol):
     generators as if the next batch had been made, and raises StopIteration if the epoch is over. Jobs with
     Appliance(poison="skip") call it for a batch that kills the process that makes it.
 
-    The class may have three more attributes:
+    The class may have four more attributes:
 
     loads_own_state = True: load_state_dict also accepts what `state_dict` returned on the same worker. Each epoch then
     has a process of its own, and a lost runner is replaced within the epoch, not by replay from the start of the
@@ -37,7 +37,11 @@ class RestartableDataLoader(Protocol):
 
     advance_state(state_dict, batches): a static method that returns the state `batches` batches later in the same
     epoch, without making a batch. Use it only if making batches does not change the process's random generators. A
-    loader object that changes them must set its attribute advance_state to None."""
+    loader object that changes them must set its attribute advance_state to None.
+
+    repeats(aggregated): a method that returns False if settings that may change at a resume, such as the batch size,
+    are others than in this state of `aggregate_state_dict`. A resume then continues from the state, and compares no
+    batch with the saved run's. For a loader with exact_states."""
 
     def state_dict(self) -> Any:
         """Return this worker's state after the batches yielded so far. It may call `get_worker_state()` once."""

@@ -188,6 +188,11 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
             raise StateMismatchError("deaggregate_state_dict needs a state from aggregate_state_dict, got one worker's")
         return {**self._state_of(self._part(aggregated, strict=strict)), **self._counts_part(aggregated)}
 
+    def repeats(self, aggregated: Mapping[str, Any]) -> bool:
+        """Return True if the batches up to this state were made for the boxes, workers and global batch of this
+        loader. Raises: as `load_state_dict` for a state that cannot be read."""
+        return progress_of(aggregated).topology == self._topology()
+
     def config(self) -> dict[str, Any]:
         """Return the settings that decide the order, as JSON values. A state with others is refused."""
         return {"kind": type(self).__name__, **copy.deepcopy(self._described)}

@@ -248,10 +248,18 @@ class SlotLoader:
             self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
 
     def trusts_history(self, part: dict[str, Any]) -> bool:
-        """Return whether a saved part's history can be used: not one of an older release, edited, or loaded with
-        strict=False. Then only the loader's state is used, and its batches are not compared."""
+        """Return whether a saved part's history can be used: not one of an older release, edited, loaded with
+        strict=False, or of other settings. Then only the loader's state is used, and its batches are not compared."""
         strict = self.resume is None or self.resume["strict"]
-        return bool("history" in part["restart"] and strict and not part.get("changed"))
+        return bool("history" in part["restart"] and strict and not part.get("changed")) and self._repeats()
+
+    def _repeats(self) -> bool:
+        """Return False if the loader says that it makes other batches on purpose than the saved run."""
+        asked = getattr(self._loader, "repeats", None) if self.is_vouched else None
+        if asked is None or self.resume is None or self.capabilities.state_methods != 4:
+            return True
+        with self._user("repeats()", activity="load_state_dict"):
+            return asked(self.resume["aggregated"]) is not False
 
     # ---- making it
 
