@@ -27,12 +27,13 @@ from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.file_ranges import part_shard
 from penstock.data.formats.format_table import reads_by_column
-from penstock.data.formats.index import file_notes
+from penstock.data.formats.index import SPLITS_NOTE, file_notes
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.media.clips import AudioClip, VideoClip, check_clips
 from penstock.data.formats.readers import check_columns, open_part, open_shard
-from penstock.data.formats.records.energon_folder import check_current, select_split
+from penstock.data.formats.records.energon_folder import check_current, check_indexed
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of
+from penstock.data.formats.splits import EVERY_SPLIT, select_split
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
 from penstock.data.indexes.opened_units import Units
 from penstock.data.indexes.order_layout import OrderLayout, joint_fingerprint
@@ -44,6 +45,7 @@ from penstock.data.streams import (
     Stream,
     check_weights,
     group_id,
+    names_files,
     prepared_folder,
     remote_of,
     samples_of_epoch,
@@ -93,7 +95,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
     ) -> None:
         """
         Args:
-            remote, local, split, storage_options: arguments of a single Stream; give either these or `streams`.
+            remote, local, split, storage_options: arguments of a single Stream; give either these or `streams`. Without
+                split, a folder with the files of several is an error that lists them.
             cache_limit: most bytes, or a text such as "64gb", that all processes of the host together keep on disk,
                 shared evenly by the streams. The least recently used shards, if not in use, go first. None: no limit.
             validate_hash: None: verify fetched files, and unverified files in the cache, by the index's fastest hash,
@@ -513,8 +516,16 @@ def _cache(stream: Stream, settings: Mapping[str, Any], index: str) -> ShardCach
 
 
 def _selected(table: ShardTable, stream: Stream, notes: Mapping[str, Any], name: str) -> ShardTable:
-    folder = prepared_folder(stream)
-    shards = select_split(table, stream.split, folder, name, has_splits=table.facts.splits)
-    if folder is not None and table.facts.splits:
+    folder, split = prepared_folder(stream), stream.split
+    is_folder = folder is None and not names_files(stream)
+    if not table.facts.splits:
+        alone = notes.get(SPLITS_NOTE)
+        if folder is not None:
+            check_indexed(folder, split, name)
+        elif not is_folder and split != EVERY_SPLIT and alone != [split]:
+            raise InvalidArgumentError(f"{name}: split must be {alone}, the only one that was indexed, got {split!r}")
+        return table
+    shards = select_split(table, split, name, is_folder=is_folder)
+    if folder is not None:
         check_current(folder, notes, name)
-    return table if shards is table else ShardTable.of_shards(shards, name)
+    return table if split == EVERY_SPLIT else ShardTable.of_shards(shards, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import hashlib
 import os
@@ -12,17 +13,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.data.arguments import apportioned, real_number, sample_count, whole
-from penstock.data.formats.index import INDEX
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.index import INDEX, SPLITS_NOTE, file_notes, first_notes
 from penstock.data.formats.records.energon_folder import is_prepared
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.remote.prepared_meta import fetch_meta
 from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import InvalidArgumentError, ShardUnavailableError
 
-PREPARED_WAIT_S = 60.0
-"""Longest wait in seconds for a remote's answer whether Energon has prepared its folder."""
+ANSWER_WAIT_S = 60.0
+"""Longest wait in seconds for a remote's answer what `split` means in its folder."""
 _plain: set[tuple[str, str]] = set()
 """(remote folder, split) that Energon has not prepared, so that the remote is asked only once."""
+_of_files: dict[tuple[str, str], bool] = {}
+"""What `names_files` found for (remote folder, split)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Stream:
     local: str | os.PathLike[str] | None = None
     """Folder that caches files; None: one in the user's cache directory. Without a remote: the dataset."""
     split: str | None = None
-    """Subfolder of `remote` and `local`. In a folder that Energon prepared: a split in split.yaml, or "*" for all."""
+    """Subfolder of `remote` and `local`; without one, a split that the names of the folder's files say (see
+    `index_folder`), or in a folder that Energon prepared one in split.yaml. "*": all of these."""
     proportion: float | None = None
     """Share of an epoch's samples, relative to the other streams: 3 and 1 give 75% and 25%."""
     repeat: float | None = None
@@ -71,8 +76,8 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
         raise InvalidArgumentError(f"split must be the relative path of a subfolder without '..', got {stream.split!r}")
     if stream.remote is None and stream.local is None:
         raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
-    if prepared_folder(stream) is not None:
-        below = ""  # a folder that Energon prepared has the archives of all splits side by side, see select_split
+    if prepared_folder(stream) is not None or names_files(stream):
+        below = ""  # one index lists the files of all splits, see select_split
     if stream.remote is None:
         folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
@@ -93,7 +98,7 @@ def prepared_folder(stream: Stream) -> Path | None:
     if known in _plain or (_remote_below(stream, stream.split)[1] / INDEX).exists():
         return None
     try:
-        if fetch_meta(remote, folder, deadline_s=min(stream.timeout_s or PREPARED_WAIT_S, PREPARED_WAIT_S)):
+        if fetch_meta(remote, folder, deadline_s=min(stream.timeout_s or ANSWER_WAIT_S, ANSWER_WAIT_S)):
             return folder
     except ShardUnavailableError:
         return None  # the index cannot be fetched either, and its error says why
@@ -101,6 +106,38 @@ def prepared_folder(stream: Stream) -> Path | None:
         remote.close()
     _plain.add(known)
     return None
+
+
+def names_files(stream: Stream) -> bool:
+    """Return True if `split` is no subfolder: none of this name has an index, but the folder has one with splits."""
+    if not stream.split or any((folder / INDEX).exists() for folder in _index_folders(stream, stream.split)):
+        return False
+    for folder in _index_folders(stream, ""):
+        with contextlib.suppress(OSError):
+            return SPLITS_NOTE in file_notes(Descriptor(folder / INDEX))
+    if local_source(stream) is not None:
+        return False
+    remote = _remote_below(stream, "")[0]
+    known, wait_s = (remote.identity, stream.split), min(stream.timeout_s or ANSWER_WAIT_S, ANSWER_WAIT_S)
+    if known not in _of_files:
+        try:
+            has_folder = remote.exists(f"{stream.split}/{INDEX}", deadline_s=wait_s)
+            notes = {} if has_folder else first_notes(lambda size: remote.read(INDEX, deadline_s=wait_s, first=size))
+            _of_files[known] = SPLITS_NOTE in notes
+        except ShardUnavailableError:
+            return False  # the index cannot be fetched either, and its error says why
+        finally:
+            remote.close()
+    return _of_files[known]
+
+
+def _index_folders(stream: Stream, below: str) -> list[Path]:
+    """Return the local folders, of the files and of the cache, that may have the index of the folder `below`."""
+    source = local_source(stream)
+    found = [] if source is None else [source / below]
+    if stream.remote is not None and (source is None or stream.local is not None):
+        found.insert(0, _remote_below(stream, below)[1])
+    return found
 
 
 def _remote_below(stream: Stream, below: str) -> tuple[RemoteFolder, Path]:

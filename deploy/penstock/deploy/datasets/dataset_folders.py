@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 VERIFIED_AT_ONCE = 64
 
 
-def show_index(folder: str, format: str | None, out: Path | None, as_json: bool) -> None:
+def show_index(folder: str, format: str | None, split: str | None, out: Path | None, as_json: bool) -> None:
     """Write the index of a folder, and print what was found. `out`: folder for the index; None: the same."""
-    _print(_counts(folder, index_folder(folder, format, out=out)), as_json)
+    shards = index_folder(folder, format, split=split, out=out)
+    found = _counts(folder, shards)
+    splits = Counter(split for shard in shards for split in shard.settings.get("splits", ()))
+    _print(found | ({"splits": dict(splits)} if splits else {}), as_json)
 
 
 def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: Any) -> None:

@@ -39,7 +39,7 @@ from penstock.data.converting.convert_part import (
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.formats.arrow.ipc_messages import MAGIC
 from penstock.data.formats.columnar.values import storage_of
-from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
+from penstock.data.formats.index import INDEX, SPLITS_NOTE, index_notes, join_indexes, read_index, write_index
 from penstock.data.formats.parquet.shards import pyarrow_parquet
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.data.indexes.order_layout import OrderLayout
@@ -129,6 +129,11 @@ def convert_dataset(
         with contextlib.closing(ShardCache(origin, scratch, timeout_s=timeout_s)) as cache:
             text = cache.index().read_all()
             shards = read_index(text, source)
+            splits = index_notes(text).get(SPLITS_NOTE, ())
+            if len(splits) > 1:
+                raise DatasetError(
+                    f"{source} must have one split, got {', '.join(splits)}. Index one alone by the argument `split`"
+                )
             chosen = _choose(cache, shards, to, columns, types or {}, source)
         parts, sizes = parts_of(shards), [shard.size for shard in shards]
         workers = workers or max(1, min(len(os.sched_getaffinity(0)), sum(sizes) // PROCESS_BYTES))

@@ -28,6 +28,8 @@ INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".
 INDEX = "index.json"
 VERSION_NOTE = "dataset_version"
 """Note with the number of the dataset's version that the index describes (cache/dataset_versions.py)."""
+SPLITS_NOTE = "splits"
+"""Note with the names of the dataset's splits, in a folder with the files of several (formats/splits.py)."""
 SOURCE_NOTE = "folder"
 """Note with the local folder of the dataset's files, if the index lies in another folder."""
 VERSION = 2
@@ -229,6 +231,10 @@ def shard_of(text: msgspec.Raw | bytes, known: dict[str, Mapping[str, Any]], fil
     key = f"{known_format.name} {rest!r}"
     settings = known.get(key)
     if settings is None:
+        if not isinstance(rest.get("splits", []), list) or not all(
+            isinstance(each, str) for each in rest.get("splits", [])
+        ):
+            raise InvalidField("splits", f"must be a list of strings, got {rest['splits']!r:.100}")
         known_format.check(rest)
         settings = known[key] = rest
     blocks, spans, ranges = parts_of(entry)

@@ -253,6 +253,18 @@ class RemoteFolder:
                 end = min(at + RANGE_BYTES, begin + size)
                 file.write(self.read_range(name, at, end, deadline_s=until - time.monotonic()))
 
+    def exists(self, name: str, *, deadline_s: float) -> bool:
+        """Return False if a file is missing, or if the remote does not say whether it exists."""
+        if self.local:
+            return (self.local / name).exists()
+        try:
+            self.version(name, deadline_s=deadline_s)
+        except PenstockError:
+            raise
+        except Exception:
+            return False
+        return True
+
     def version(self, name: str, *, deadline_s: float) -> str | None:
         """Return the ETag or time, which changes with the file; None if the remote reports neither. Raises
         FileNotFoundError, or any other error of the remote."""

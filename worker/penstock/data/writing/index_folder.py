@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.data.formats.arrow.saved_datasets import saved_splits
+from penstock.data.formats.arrow.saved_datasets import saved_files, saved_splits
 from penstock.data.formats.index import INDEX, SOURCE_NOTE, join_indexes, read_index, write_index
-from penstock.data.formats.records.energon_folder import prepared_note
+from penstock.data.formats.records.energon_folder import is_prepared, prepared_note
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder, joined
-from penstock.data.writing.index_parquet import index_parquet, is_hidden, is_pattern
+from penstock.data.writing.dataset_files import CARD, DatasetFiles, is_hidden, local_names
+from penstock.data.writing.index_parquet import index_parquet, is_parquet, is_pattern
 from penstock.data.writing.index_prepared import index_prepared, warn_of_loader
 from penstock.data.writing.index_remote import StandIn
 from penstock.data.writing.indexable_files import INDEXABLE
@@ -31,6 +32,7 @@ def index_folder(
     folder: str | os.PathLike[str],
     format: str | None = None,
     *,
+    split: str | None = None,
     out: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     ranges: bool = True,
@@ -48,7 +50,8 @@ def index_folder(
     Many local files are indexed in several processes, with progress on standard error from the third second on. A call
     continues one that was killed, and skips files that have not changed (size, times and inode; of a remote file size
     and ETag or time). The hidden file .penstock-indexed beside the index lists them: remove it to have all read. Hidden
-    files and folders, and those whose names begin with `_` and have no `=`, are left out.
+    files and folders, and those whose names begin with `_` and have no `=`, are left out; so are, with a warning, files
+    that belong to no split where others do.
 
     Of remote Parquet files only the footers are read, of archives that Megatron Energon prepared only the offsets
     beside them, of Megatron-core's token files only the .idx files. Others are read once, as a whole, four at a time,
@@ -64,6 +67,10 @@ def index_folder(
         format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";
             None: that of the files. "-example" or "-bytes" after "tfrecord" or "array_record" gives the kind of the
             records; without it, they are examples (tf.train.Example) if the first one of each file is.
+        split: None: the index has the files of all splits, which StreamingDataset's `split` chooses. Splits are those
+            that the head of README.md lists (`configs`), or that the files' paths say by the rule of Hugging Face
+            datasets: data/NAME-00000-of-00005, or a whole word such as train, valid, test in a folder's or a file's
+            name. A name: index this split alone, in its own folder if there is one. "*": all files are one dataset.
         out: local folder for the index and the files .penstock-index; None: the dataset's folder. Use it for a folder
             that you cannot write to, and give it as `local` of the StreamingDataset.
         storage_options: keyword arguments for fsspec's filesystem.
@@ -78,32 +85,35 @@ def index_folder(
     remote = RemoteFolder(folder, storage_options)
     root = remote.local
     if root is None:
-        return _index_remote(remote, format, out, storage_options, ranges, timeout_s)
+        return _index_remote(remote, format, split, out, storage_options, ranges, timeout_s)
     if not root.is_dir():
         raise DatasetError(f"{root} must be a folder with a dataset's files, got no folder. Correct the path")
+    if split and (root / split).is_dir():
+        return _index_splits([split], str(root), format, out, ranges=ranges)
     splits = saved_splits(root) if format in (None, "arrow") else None
     if splits is not None:
-        return _index_splits(splits, str(root), out, ranges=ranges)
-    return _index_local(root, format, root if out is None else Path(out).absolute(), ranges)
+        return _index_splits(splits, str(root), "arrow", out, ranges=ranges)
+    return _index_local(root, format, split, root if out is None else Path(out).absolute(), ranges)
 
 
 def _index_splits(
-    splits: Sequence[str], address: str, out: str | os.PathLike[str] | None, **options: Any
+    splits: Sequence[str], address: str, format: str | None, out: str | os.PathLike[str] | None, **options: Any
 ) -> list[Shard]:
     below = {split: None if out is None else Path(out) / split for split in splits}
     return join_indexes(
-        (split, index_folder(joined(address, split), "arrow", out=below[split], **options)) for split in splits
+        (split, index_folder(joined(address, split), format, out=below[split], **options)) for split in splits
     )
 
 
-def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> list[Shard]:
+def _index_local(root: Path, format: str | None, split: str | None, out: Path, ranges: bool) -> list[Shard]:
     name, named = _found(root, format, str(root))
     _refuse_written(out)
     if name == PARQUET:
-        return index_parquet(root, out=None if out == root else out, ranges=ranges)
+        return index_parquet(root, out=None if out == root else out, split=split, ranges=ranges)
+    files, named = _chosen(root, named, name, split, str(root))
     out.mkdir(parents=True, exist_ok=True)
-    shards = _joined(root, str(root), name, index_files(root, named, name, out), ranges)
-    notes = prepared_note(root) if name == "webdataset" else {}
+    shards = files.completed(_joined(root, str(root), name, index_files(root, named, name, out), ranges))
+    notes = files.notes | (prepared_note(root) if name == "webdataset" else {})
     warn_of_loader(notes, str(root))
     if out != root:
         notes |= {SOURCE_NOTE: str(root)}
@@ -114,6 +124,7 @@ def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> lis
 def _index_remote(
     remote: RemoteFolder,
     format: str | None,
+    split: str | None,
     out: str | os.PathLike[str] | None,
     storage_options: Mapping[str, Any] | None,
     ranges: bool,
@@ -121,7 +132,7 @@ def _index_remote(
 ) -> list[Shard]:
     options: dict[str, Any] = {"ranges": ranges, "timeout_s": timeout_s, "storage_options": storage_options}
     if format == PARQUET or is_pattern(remote.address):
-        return index_parquet(remote.address, out=out, **options)
+        return index_parquet(remote.address, out=out, split=split, **options)
     with tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch, contextlib.closing(remote):
         prepared = index_prepared(remote, out, ranges=ranges, timeout_s=timeout_s)
         if prepared is not None:
@@ -130,29 +141,30 @@ def _index_remote(
         root.mkdir()
         stand_in = StandIn(remote, root, timeout_s)
         stand_in.fill()
+        if split and (root / split).is_dir():
+            return _index_splits([split], remote.address, format, out, **options)
         splits = saved_splits(root) if format in (None, "arrow") else None
         if splits is not None:
-            return _index_splits(splits, remote.address, out, **options)
+            return _index_splits(splits, remote.address, "arrow", out, **options)
         name, named = _found(root, format, remote.url)
         if name == PARQUET:
-            return index_parquet(remote.address, out=out, **options)
+            return index_parquet(remote.address, out=out, split=split, **options)
+        files, named = _chosen(root, named, name, split, remote.url)
         made.mkdir(parents=True, exist_ok=True)
-        shards = _joined(root, remote.url, name, stand_in.index_files(named, name, made), ranges)
+        shards = files.completed(_joined(root, remote.url, name, stand_in.index_files(named, name, made), ranges))
         if out is None:
             stand_in.upload(shards, made)
-            remote.write(INDEX, write_index(shards), deadline_s=timeout_s)
+            remote.write(INDEX, write_index(shards, files.notes), deadline_s=timeout_s)
         else:
-            write_whole(made / INDEX, write_index(shards))
+            write_whole(made / INDEX, write_index(shards, files.notes))
         return shards
 
 
 def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[str, Path]]]:
-    files, found = _files(root), {}
+    files, found = [root / name for name in local_names(root) if not is_hidden(name)], {}
     for name in [format] if format else [PARQUET, *(name for name in INDEXABLE if "-" not in name)]:
         own = (
-            [path for path in files if path.suffix.lower() == ".parquet"]
-            if name == PARQUET
-            else INDEXABLE[name].find(root, files)
+            [path for path in files if is_parquet(path.name)] if name == PARQUET else INDEXABLE[name].find(root, files)
         )
         if own:
             found[name] = [(path.relative_to(root).as_posix(), path) for path in own]
@@ -166,6 +178,21 @@ def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[
     if name != PARQUET:
         _refuse_packed(root, files, name)
     return name, named
+
+
+def _chosen(
+    root: Path, named: list[tuple[str, Path]], format: str, split: str | None, where: str
+) -> tuple[DatasetFiles, list[tuple[str, Path]]]:
+    names = [name for name, _ in named]
+    keeps_own = (format == "webdataset" and is_prepared(root)) or (format == "arrow" and saved_files(root))
+    if keeps_own and split is not None:
+        raise InvalidArgumentError(
+            f"{where}: split must be None, got {split!r}, because the folder lists its files itself. Index it without "
+            "split, and pass split to StreamingDataset"
+        )
+    card = (root / CARD).read_bytes if (root / CARD).is_file() else None
+    files = DatasetFiles(names, {}) if keeps_own else DatasetFiles.of(names, split, where, card)
+    return files, [(name, path) for name, path in named if name in set(files.names)]
 
 
 def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bool) -> list[Shard]:
@@ -193,13 +220,3 @@ def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
             raise DatasetError(
                 f"{path} must not be compressed, because samples are read in any order. Decompress it first"
             )
-
-
-def _files(root: Path) -> list[Path]:
-    found = [path for path in sorted(root.rglob("*")) if not is_hidden(path.relative_to(root).as_posix())]
-    for path in found:
-        if path.is_symlink() and not path.is_file():
-            raise DatasetError(
-                f"{path} must be a file or a folder, got a link to a folder or a broken link. Index its target"
-            )
-    return [path for path in found if path.is_file()]

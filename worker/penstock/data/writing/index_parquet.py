@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from penstock.data.formats.parquet.footer import TAIL_BYTES, footer_length
 from penstock.data.formats.parquet.shards import Tail, parquet_shards, shards_of_tails
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
+from penstock.data.writing.dataset_files import CARD, DatasetFiles, is_hidden, local_names, matching
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.atomic_files import write_whole
 
@@ -32,6 +33,7 @@ def index_parquet(
     *,
     storage_options: Mapping[str, Any] | None = None,
     out: str | os.PathLike[str] | None = None,
+    split: str | None = None,
     ranges: bool = True,
     timeout_s: float = 600.0,
 ) -> list[Shard]:
@@ -47,6 +49,7 @@ def index_parquet(
         storage_options: keyword arguments for fsspec's filesystem.
         out: local folder for the index; None: the dataset's folder. Use it for a folder that you cannot write to, and
             give it as `local` of the StreamingDataset.
+        split: as in `index_folder`.
         ranges: True: readers of a remote folder fetch only the row groups that they need, if the server allows it.
             False: they fetch whole files. The order of samples is the same.
         timeout_s: seconds for each request to a remote folder.
@@ -58,16 +61,14 @@ def index_parquet(
     root, pattern = _split(os.fspath(folder))
     remote = RemoteFolder(root, storage_options)
     local = remote.local
-    if local:
-        found = [path.relative_to(local).as_posix() for path in local.rglob("*") if not path.is_dir()]
-    else:
-        found = remote.find(deadline_s=timeout_s)
+    found = local_names(local, pattern) if local else remote.find(deadline_s=timeout_s)
     tables = [name for name in found if TABLE_FORMATS.search(name)]
     if tables:
         raise DatasetError(
             f"{remote.url} must have plain Parquet files, got a Delta Lake, Hudi or Iceberg table ({tables[0]})"
         )
-    names = data_files(found, pattern)
+    names = sorted(matching(found, pattern) if pattern else filter(is_parquet, found))
+    names = [name for name in names if not is_hidden(name)]
     if not names:
         what, remedy = (
             (f"a file must match the pattern {pattern}", "Correct the pattern")
@@ -75,21 +76,25 @@ def index_parquet(
             else ("the folder and its subfolders must have a *.parquet file", "Give the folder of the files")
         )
         raise DatasetError(f"{remote.url}: {what}, got none; hidden files and folders are ignored. {remedy}")
+    card = partial(remote.read, CARD, deadline_s=timeout_s) if CARD in found else None
+    files = DatasetFiles.of(names, split, remote.url, card)
     if local:
-        shards = parquet_shards((name, local / name) for name in names)
+        shards = files.completed(parquet_shards((name, local / name) for name in files.names))
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
-        _write_local(shards, local if out is None else Path(out), {SOURCE_NOTE: str(local)} if out is not None else {})
+        source = {} if out is None else {SOURCE_NOTE: str(local)}
+        _write_local(shards, local if out is None else Path(out), source | files.notes)
         return shards
     try:
         with ThreadPoolExecutor(REMOTE_THREADS) as threads:
-            read = threads.map(lambda name: _remote_tail(remote, name, timeout_s), names)
-            tails = dict(zip(names, read, strict=True))
-        shards = shards_of_tails((name, partial(tails.__getitem__, name)) for name in names)
+            read = threads.map(lambda name: _remote_tail(remote, name, timeout_s), files.names)
+            tails = dict(zip(files.names, read, strict=True))
+        shards = shards_of_tails((name, partial(tails.__getitem__, name)) for name in files.names)
+        shards = files.completed(shards)
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         if out is None:
-            remote.write(INDEX, write_index(shards), deadline_s=timeout_s)
+            remote.write(INDEX, write_index(shards, files.notes), deadline_s=timeout_s)
         else:
-            _write_local(shards, Path(out), {})
+            _write_local(shards, Path(out), files.notes)
     finally:
         remote.close()
     return shards
@@ -105,15 +110,8 @@ def _write_local(shards: list[Shard], folder: Path, notes: Mapping[str, Any]) ->
         ) from error
 
 
-def data_files(names: Iterable[str], pattern: str = "") -> list[str]:
-    """Return the relative paths that match `pattern` ("" for all *.parquet) and are not hidden, sorted."""
-    matches = re.compile(_expression(pattern)).fullmatch if pattern else lambda name: name.lower().endswith(".parquet")
-    return sorted(name for name in names if matches(name) and not is_hidden(name))
-
-
-def is_hidden(name: str) -> bool:
-    """Return True if a part of the relative path begins with `.`, or with `_` and has no `=`."""
-    return any(step[0] == "." or (step[0] == "_" and "=" not in step) for step in name.split("/"))
+def is_parquet(name: str) -> bool:
+    return name.lower().endswith(".parquet")
 
 
 def is_pattern(folder: str) -> bool:
@@ -130,15 +128,6 @@ def _split(folder: str) -> tuple[str, str]:
     if first is None or os.path.isdir(folder):
         return folder, ""
     return scheme + mark + ("/".join(steps[:first]) or ("/" if path.startswith("/") else ".")), "/".join(steps[first:])
-
-
-def _expression(pattern: str) -> str:
-    kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/]+\])", pattern)
-    return "".join(
-        kinds.get(part) or (part.replace("[!", "[^") if part.startswith("[") and len(part) > 2 else re.escape(part))
-        for part in parts
-    )
 
 
 def _remote_tail(remote: RemoteFolder, name: str, timeout_s: float) -> Tail:

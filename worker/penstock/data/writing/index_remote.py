@@ -16,7 +16,7 @@ from penstock.data.formats.arrow.saved_datasets import DICT, INFO, STATE
 from penstock.data.formats.records.offset_file import ENDING
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
-from penstock.data.writing.index_parquet import is_hidden
+from penstock.data.writing.dataset_files import CARD, is_hidden
 from penstock.data.writing.indexable_files import INDEXABLE
 from penstock.data.writing.indexing import Key, continued, index_one
 from penstock.proto.errors import PenstockError
@@ -43,7 +43,7 @@ class StandIn:
             path = self.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-            if path.name in (DICT, STATE, INFO):
+            if path.name in (DICT, STATE, INFO) or name == CARD:
                 path.write_bytes(self.remote.read(name, deadline_s=self.timeout_s))
 
     def index_files(self, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from penstock.data.arguments import truth
-from penstock.data.formats.index import INDEX, entry_text, shard_below
+from penstock.data.formats.index import INDEX, SPLITS_NOTE, entry_text, shard_below
 from penstock.data.formats.shards import Shard
 from penstock.data.indexes.joined_index import GivenIndex, joined_index, shards_in
 from penstock.data.remote.folders import RemoteFolder
@@ -58,12 +58,14 @@ def merge_index(
         below = _all_below(remote, timeout_s) if parts is None else [_below(text, os.fspath(part)) for part in parts]
         if not below:
             raise DatasetError(f"{remote.url} must have at least one folder with an {INDEX} below it, got none")
-        made = [
-            entry_text(shard_below(name, shard))
-            for name in below
-            for _, shard in GivenIndex(remote, f"{name}/{INDEX}", timeout_s).entries()
-        ]
-        index, shards = joined_index(made), shards_in(made)
+        given = [(name, GivenIndex(remote, f"{name}/{INDEX}", timeout_s)) for name in below]
+        made = [entry_text(shard_below(name, shard)) for name, index in given for _, shard in index.entries()]
+        splits = {tuple(index.notes.get(SPLITS_NOTE, ())) for _, index in given}
+        if len(splits) > 1 and max(map(len, splits)) > 1:
+            got = " and ".join(map(str, sorted(splits)))
+            raise DatasetError(f"{remote.url}: all parts must have the same splits, got {got}. Index each split alone")
+        notes: dict[str, Any] | None = {SPLITS_NOTE: list(*splits)} if len(splits) == 1 and any(splits) else None
+        index, shards = joined_index(made, notes), shards_in(made)
         if append:
             _, shards = publish(remote, shards, timeout_s=timeout_s)
             index = GivenIndex(remote, INDEX, timeout_s).data if local is not None else b""

@@ -37,6 +37,12 @@ def data_index(
         str | None,
         typer.Option("--format", metavar="NAME", help="Format of the files. Default: found from their names."),
     ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            "--split", metavar="NAME", help='Index this split alone, a subfolder or by files\' names; "*": all as one.'
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Local folder for the index. Default: the folder of the files."),
@@ -56,7 +62,7 @@ def data_index(
     """
     from penstock.deploy.datasets.dataset_folders import show_index
 
-    show_index(folder, format, out, as_json)
+    show_index(folder, format, split, out, as_json)
 
 
 @data.command("inspect")

@@ -26,14 +26,12 @@ import xxhash
 
 from penstock.data.formats.fields import InvalidField
 from penstock.data.formats.shards import Shard
-from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.proto.errors import DatasetError
 from penstock.runtime.files.plain_files import read_plain
 
 META = ".nv-meta"
 NOTE = "energon"
 SPLITS, DATASET, INFOS = ("split.yaml", "split.json"), "dataset.yaml", (".info.json", ".info.yaml")
-EVERY_SPLIT = "*"
-"""Value of the argument `split` that takes the archives of all splits."""
 META_FILES = (*SPLITS, DATASET, *INFOS)
 """Names of the files in META from which an index is made."""
 MAX_BYTES = 64 << 20
@@ -125,33 +123,17 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
     return [replace(shard, settings={"splits": splits[shard.name], **fields}) for shard in shards]
 
 
-def select_split(
-    shards: Sequence[Shard], split: str | None, folder: Path | None, where: str, *, has_splits: bool
-) -> Sequence[Shard]:
-    """Return the shards of one split (EVERY_SPLIT: all) of a prepared folder; all of any other. `folder`: contains
-    META, or None; `has_splits`: False if the index lists none, and all are returned. Raises InvalidArgumentError for an
-    unknown split; DatasetError if the index is older than split.yaml and so lists no splits."""
-    if not has_splits and split is not None and folder is not None and is_prepared(folder):
+def check_indexed(folder: Path, split: str | None, where: str) -> None:
+    """Raise DatasetError if the index, which lists no splits, was written before Energon prepared the folder."""
+    if split is not None and is_prepared(folder):
         raise DatasetError(
             f"{where}: split must be None, got {split!r}, because the index was written before {META}/{SPLITS[0]}. "
             "Run index_folder again"
         )
-    if not has_splits or split == EVERY_SPLIT:
-        return shards
-    of_each = [(shard, shard.settings.get("splits", ())) for shard in shards]
-    chosen = [shard for shard, splits in of_each if split in splits]
-    if not chosen:
-        known = sorted({name for _, splits in of_each for name in splits})
-        raise InvalidArgumentError(
-            f"{where}: split must be one of {', '.join(known)}, got {split!r}. Pass {EVERY_SPLIT!r} for all"
-        )
-    return chosen
 
 
 def check_tar(settings: dict[str, Any]) -> None:
-    splits, fields = settings.get("splits", []), settings.get("fields", {})
-    if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
-        raise InvalidField("splits", f"must be a list of strings, got {splits!r:.100}")
+    fields = settings.get("fields", {})
     if not isinstance(fields, dict) or not all(isinstance(text, str) for text in fields.values()):
         raise InvalidField("fields", f"must be an object of strings, got {fields!r:.100}")
 

@@ -1,0 +1,151 @@
+"""Which files of a folder make a dataset when it is indexed, and what their paths and README.md say about them. Tables
+whose own log says it are no such folders."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.data.formats.fields import InvalidField
+from penstock.data.formats.index import SPLITS_NOTE, check_name
+from penstock.data.formats.records.energon_folder import load_yaml
+from penstock.data.formats.shards import Shard
+from penstock.data.formats.splits import EVERY_SPLIT, WITHOUT_WORDS, splits_of
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+CARD = "README.md"
+"""File of a repository of Hugging Face, whose head may list the files of each split (`configs`)."""
+_HEAD = re.compile(r"\A---\r?\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
+
+
+def local_names(root: Path, pattern: str = "") -> list[str]:
+    """Return the relative paths of all files below a folder, hidden ones too, sorted as paths. Raises DatasetError for
+    a link to a folder, which is not followed, if it could hold files that match `pattern`."""
+    names = []
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if path.is_symlink() and not path.is_file():
+            if not is_hidden(name) and (not pattern or "/" in pattern):
+                raise DatasetError(
+                    f"{path} must be a file or a folder, got a link to a folder or a broken link. Index its target"
+                )
+        elif not path.is_dir():
+            names.append(name)
+    return names
+
+
+def is_hidden(name: str) -> bool:
+    """Return True if a part of the relative path begins with `.`, or with `_` and has no `=`."""
+    return any(step[0] == "." or (step[0] == "_" and "=" not in step) for step in name.split("/"))
+
+
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the paths that match a pattern with `*`, `**`, `?` and `[...]`."""
+    kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/]+\])", pattern)
+    expression = "".join(
+        kinds.get(part) or (part.replace("[!", "[^") if part.startswith("[") and len(part) > 2 else re.escape(part))
+        for part in parts
+    )
+    return list(filter(re.compile(expression).fullmatch, names))
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    """Files of a dataset, in the order of its samples."""
+
+    names: list[str]
+    splits: Mapping[str, Sequence[str]]
+    """Names of each split's files. Empty: there are no splits."""
+
+    @staticmethod
+    def of(names: Sequence[str], split: str | None, where: str, card: Callable[[], bytes] | None) -> DatasetFiles:
+        """Choose among `names`, paths of all files of the dataset's format. `split`: the only one to index, None: all,
+        EVERY_SPLIT: do not look for splits; `where`: address for errors; `card`: reads README.md, None without one.
+        Raises InvalidArgumentError for an unknown split, DatasetError for a card that cannot be followed."""
+        for name in names:
+            try:
+                check_name("its name", name)
+            except InvalidField as error:
+                raise DatasetError(f"{where}/{name} cannot be indexed: {error}. Rename the file") from None
+        if split == EVERY_SPLIT:
+            return DatasetFiles(list(names), {})
+        by_card = _splits_of_card(names, card(), where) if card else {}
+        splits = by_card or splits_of(names) or {WITHOUT_WORDS: list(names)}
+        if split is not None:
+            if split not in splits:
+                raise InvalidArgumentError(f"{where}: split must be one of {', '.join(splits)}, got {split!r}")
+            splits = {split: splits[split]}
+        inside = {name for files in splits.values() for name in files}
+        if split is None and not by_card and len(inside) < len(names):
+            first = next(name for name in names if name not in inside)
+            warnings.warn(
+                f"{where}: {len(names) - len(inside)} of {len(names)} files are left out, such as {first}: they are "
+                f"in no split ({', '.join(splits)}). split={EVERY_SPLIT!r} indexes all files as one dataset",
+                stacklevel=5,
+            )
+        return DatasetFiles([name for name in names if name in inside], splits)
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        return {SPLITS_NOTE: list(self.splits)} if self.splits else {}
+
+    def completed(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Return the shards, each with the splits of its file if there are several, or not all files are in them."""
+        of_file: dict[str, list[str]] = {}
+        for split, names in self.splits.items():
+            for name in names:
+                of_file.setdefault(name, []).append(split)
+        return [
+            replace(shard, settings={**shard.settings, "splits": splits})
+            if (splits := of_file.get(shard.name)) and len(self.splits) > 1
+            else shard
+            for shard in shards
+        ]
+
+
+def _splits_of_card(names: Sequence[str], card: bytes, where: str) -> dict[str, list[str]]:
+    """Return the splits that the head of README.md lists; empty if it lists none."""
+    head = _HEAD.match(card.decode(errors="replace"))
+    if head is None or "configs:" not in head[1]:
+        return {}
+    try:
+        read = load_yaml(f"{where}/{CARD}", head[1])
+    except ValueError as error:
+        raise DatasetError(f"{where}/{CARD} must begin with YAML: {error}. Correct it, or remove its head") from error
+    configs = [each for each in _listed(read, "configs") if isinstance(each, dict)]
+    chosen = [each for each in configs if each.get("default") is True or each.get("config_name") == "default"]
+    if len(configs) > 1 and len(chosen) != 1:
+        raise DatasetError(
+            f"{where}/{CARD} must have one config, or one named default, got "
+            f"{', '.join(str(each.get('config_name')) for each in configs)}. Index the folder of one of them, or pass "
+            f"split={EVERY_SPLIT!r} for all files"
+        )
+    config = (chosen or configs or [{}])[0]
+    below = str(config.get("data_dir") or "").strip("/")
+    inside = [name for name in names if not below or name.startswith(f"{below}/")]
+    found: dict[str, list[str]] = {}
+    for each in _listed(config, "data_files"):
+        of, paths = (each.get("split"), each.get("path")) if isinstance(each, dict) else (WITHOUT_WORDS, each)
+        for path in paths if isinstance(paths, list) else [paths]:
+            pattern = f"{below}/{path}" if below else str(path).removeprefix("./")
+            files = found.setdefault(str(of), [])
+            files += [name for name in matching(inside, pattern) if name not in files]
+    empty = [split for split, files in found.items() if not files]
+    if empty:
+        raise DatasetError(
+            f"{where}/{CARD} lists files of the split {empty[0]!r}, but the folder has none. Download them"
+        )
+    if found or not below:
+        return found
+    by_name = splits_of([name.removeprefix(f"{below}/") for name in inside])
+    return {split: [f"{below}/{name}" for name in files] for split, files in by_name.items()} or {WITHOUT_WORDS: inside}
+
+
+def _listed(value: Any, field: str) -> list[Any]:
+    found = value.get(field) if isinstance(value, dict) else None
+    return found if isinstance(found, list) else [] if found is None else [found]
