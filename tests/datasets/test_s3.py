@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -12,24 +14,31 @@ from typing import Any
 import fsspec
 import pytest
 from forked import join_all
+from s3_server import Fault as S3Fault
 from s3_server import S3Server
 from s3fs import S3FileSystem
 from shard_folder import HASH, make_shards, raw_bytes
+from shard_server import ShardServer
 
-from penstock.data import MDSWriter, StreamingDataset, merge_index
+from penstock.data import MDSWriter, StreamingDataset, index_folder, merge_index
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.remote import folders, transfer
 from penstock.data.remote.folders import RemoteFolder
-from penstock.proto.errors import DatasetError, ShardUnavailableError
+from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
 
 SIZE = 40_000
 NAME = "shard.00000.mds"
 
 
 @pytest.fixture(scope="module")
-def options() -> Iterator[dict[str, Any]]:
+def server() -> Iterator[S3Server]:
     with S3Server() as server:
-        yield server.options
+        yield server
+
+
+@pytest.fixture(scope="module")
+def options(server: S3Server) -> dict[str, Any]:
+    return server.options
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +148,74 @@ def test_failed_piece_is_requested_again(
     assert (tmp_path / "got").read_bytes() == raw_bytes(0, SIZE)
     assert (read.count(0), read.count(9_000), read.count(18_000)) == (1, 1, 2)
     place.close()
+
+
+@pytest.fixture
+def signed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Return a function that lets the environment name a place of credentials, and one that changes them."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    place = tmp_path / "credentials"
+
+    def rotate(key: str, where: str) -> None:
+        fields = {"AccessKeyId": key, "SecretAccessKey": "secret"}
+        if where == "file":
+            place.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key=secret\n")
+            monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(place))
+        elif where == "process":
+            place.write_text(json.dumps({"Version": 1, **fields}))
+            (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {place}\n")
+            monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        else:
+            place.write_text(json.dumps({**fields, "Token": "token", "Expiration": "2100-01-01T00:00:00Z"}))
+            monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{container.url}/credentials")
+
+    with ShardServer(tmp_path) as container:
+        yield rotate
+
+
+@pytest.mark.parametrize("where", ["file", "process", "container"])
+def test_credentials_that_rotate_are_looked_for_again(
+    bucket: Any, server: S3Server, signed: Any, where: str, tmp_path: Path
+) -> None:
+    signed("AKIAOLD", where)
+    place = RemoteFolder(f"s3://{bucket.bucket}/data", {"client_kwargs": server.options["client_kwargs"]}, tries=1)
+    with closing(place):
+        assert place.size(NAME, deadline_s=30) == SIZE
+        signed("AKIANEW", where)
+        server.fail(S3Fault("", 403, "ExpiredToken", key="AKIAOLD"))
+        place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
+        assert (tmp_path / "got").read_bytes() == raw_bytes(0, SIZE)
+        server.fail(S3Fault("", 403, "ExpiredToken"))
+        server.requests()
+        with pytest.raises(ShardUnavailableError, match=r"after 1 try: access is denied \(ExpiredToken\)"):
+            place.read_range(NAME, 0, 10, deadline_s=30)
+        assert len(server.requests()) == 2  # once more, and no further
+        signed("AKIATHIRD", where)
+        server.fail()
+        assert place.size(NAME, deadline_s=30) == SIZE
+    server.fail()
+
+
+def test_stored_with_an_encoding(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """As `aws s3 cp --content-encoding gzip` leaves it: the bytes are compressed, and the name does not say so."""
+    rows = b"".join(b'{"n": %d}\n' % number for number in range(1000))
+    (tmp_path / "a.jsonl").write_bytes(rows)
+    index_folder(tmp_path)
+    bucket.put(f"{tmp_path}/", f"{bucket.bucket}/packed/", recursive=True)
+    packed = gzip.compress(rows)
+    bucket.call_s3("put_object", Bucket=bucket.bucket, Key="packed/a.jsonl", Body=packed, ContentEncoding="gzip")
+    address = f"s3://{bucket.bucket}/packed"
+    named = pytest.raises(DatasetError, match=r"a\.jsonl must arrive as it was indexed, .*Content-Encoding: gzip")
+    with closing(StreamingDataset(address, tmp_path / "cache", storage_options=options)) as dataset, named:
+        _ = dataset[0]
+    with closing(RemoteFolder(address, options)) as place:
+        assert place.read("a.jsonl", deadline_s=30) == packed  # as it is stored
+    with pytest.raises(ShardCorruptError, match=r"a\.jsonl must be text, and is compressed"):
+        index_folder(address, storage_options=options)
 
 
 def test_what_is_not_there(bucket: Any, options: dict[str, Any]) -> None:

@@ -102,6 +102,8 @@ class Fault:
     """Number of requests; -1: all."""
     skip: int = 0
     """Number of requests before that."""
+    key: str = ""
+    """Access key of the requests; "": any."""
 
 
 class S3Server:
@@ -264,7 +266,7 @@ class _Application:
         }
         with self._counting:
             self._requests.append(entry)
-            fault = self._fault_for(f"{entry['method']} {entry['path']}")
+            fault = self._fault_for(f"{entry['method']} {entry['path']}", environ.get("HTTP_AUTHORIZATION", ""))
         body = _read_body(environ, cut=fault is not None and fault.kind == "cut")
         if body is None or (fault is not None and fault.kind == "cut" and body):
             return _hang_up(environ)
@@ -354,10 +356,10 @@ class _Application:
         self._is_late = strike.moment == "late"
         return strike
 
-    def _fault_for(self, request: str) -> Fault | None:
+    def _fault_for(self, request: str, signature: str) -> Fault | None:
         for one in self._faults:
             fault: Fault = one[0]
-            if re.search(fault.path, request):
+            if re.search(fault.path, request) and f"Credential={fault.key}" in signature:
                 one[1] += 1
                 if one[1] > fault.skip and (fault.times < 0 or one[1] <= fault.skip + fault.times):
                     return fault

@@ -125,6 +125,17 @@ def open_file(path: Path, name: str, size: int | None = None) -> tuple[Descripto
     return file, actual
 
 
+def check_uncompressed(file: Descriptor, name: str) -> None:
+    """Raise ShardCorruptError for a text that is compressed without a name that says so."""
+    begin = file.read(4, 0)
+    for magic, ending in ((b"\x1f\x8b", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst")):
+        if begin.startswith(magic):
+            raise ShardCorruptError(
+                f"{name} must be text, and is compressed. Decompress it, or give it a name that ends in {ending}; if "
+                "an object store says Content-Encoding of it, the stored bytes are compressed"
+            )
+
+
 def check_samples(name: str, what: str, samples: int, expected: int) -> None:
     """`what`: what the format calls samples, for the error."""
     if samples != expected:

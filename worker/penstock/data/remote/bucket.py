@@ -115,7 +115,8 @@ class Bucket(RemoteFolder):
         def work(until: float) -> Any:
             loop, fs, _ = self._opened(until)
             with suppress(FileNotFoundError):
-                return self._run(loop, body(fs, self._place()[0], self._key(name)), until, None)
+                request = partial(body, fs, self._place()[0], self._key(name))
+                return self._run(loop, loop.renewing(request), until, None)
 
         data: bytes | None = self._retry(work, name, deadline_s, "read")
         return data

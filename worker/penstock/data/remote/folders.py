@@ -44,7 +44,9 @@ from penstock.data.remote.transfer import (
     TransferBroken,
     age_of,
     by_pieces,
+    check_encoding,
     http_headers,
+    http_part,
     judge,
     over_http,
     pause_before_retry,
@@ -126,6 +128,8 @@ class RemoteFolder:
             # Files must arrive as they are stored, but aiohttp would decompress them if a server declares .gz as an
             # encoding.
             self._options["client_kwargs"] = {"auto_decompress": False} | self._options.get("client_kwargs", {})
+            # a server that compresses what it sends ignores ranges, or counts them in what is compressed
+            self._options["headers"] = {**self._options.get("headers", {}), "Accept-Encoding": "identity"}
         self._asynchronous = kind.async_impl and "::" not in self._url
         self._reset()
         _remotes.add(self)
@@ -234,8 +238,13 @@ class RemoteFolder:
 
     def _part(self, name: str, begin: int, end: int, deadline_s: float) -> bytes:
         def work(until: float) -> bytes:
+            path = self._path_of(name, until)
             try:
-                data = self._call(until, "cat_file", self._path_of(name, until), start=begin, end=end)
+                if self._is_http:
+                    loop, fs, _ = self._opened(until)
+                    data = self._run(loop, http_part(fs, path, begin, end, self.url_of(name)), until, None)
+                else:
+                    data = self._call(until, "cat_file", path, start=begin, end=end)
             except Exception as error:
                 if getattr(error, "status", None) != PAST_END:
                     raise
@@ -386,6 +395,9 @@ class RemoteFolder:
                     raise TransferBroken(f"the transfer ended after {target.at} of {expected} bytes")
                 self._reached = True
                 return target.at
+            except ShardCorruptError:
+                self._check_encoding(name, until)
+                raise
             except PenstockError:
                 raise
             except Exception as error:
@@ -400,6 +412,13 @@ class RemoteFolder:
             if failure_kind.no_such_host and not self._reached and failures == QUIET_TRIES:  # probably mistyped
                 failure_kind = replace(failure_kind, final=True)
             self._pause(name, "fetched", failures, failure_kind, until, deadline_s)
+
+    def _check_encoding(self, name: str, until: float) -> None:
+        """Raise DatasetError for an object of S3 that says that it is compressed; s3fs does not tell of that."""
+        if self._protocol in ("s3", "s3a") and self._asynchronous:
+            bucket, key, _ = self._opened(until)[1].split_path(self._path_of(name, until))
+            head = self._call(until, "call_s3", "head_object", Bucket=bucket, Key=key)
+            check_encoding(head.get("ContentEncoding"), self.url_of(name))
 
     def _check_open(self, name: str, done: str) -> None:
         if self._closed.is_set():
@@ -462,7 +481,7 @@ class RemoteFolder:
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
             return Request(future, partial(self._wait, until=until, stall_s=math.inf, target=None))
         loop, fs, _ = self._opened(until)
-        future = self._started(loop, getattr(fs, f"_{method}")(*args, **kwargs))
+        future = self._started(loop, loop.renewing(partial(getattr(fs, f"_{method}"), *args, **kwargs)))
         return Request(future, partial(self._wait, until=until, stall_s=stall_s or self._stall_s, target=None))
 
     def _run(

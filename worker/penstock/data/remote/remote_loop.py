@@ -8,12 +8,15 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.data.remote.redirects import watch_redirects
 from penstock.data.remote.transfer import CLOSED, TransferBroken
+
+_OUTDATED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "400", "403")
+"""S3's codes of errors for credentials that were replaced; answers to HEAD have a status alone."""
 
 
 class RemoteLoop:
@@ -21,6 +24,9 @@ class RemoteLoop:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._session: Any = None
+        self._earlier: Any = None
+        """Session before this one, in which requests may be under way."""
+        self._renewing = asyncio.Lock()
         self._fs: Any = None
         self._lock = threading.RLock()  # reentrant, like the remote's lock
         self._ending = False
@@ -57,6 +63,24 @@ class RemoteLoop:
                 raise TransferBroken(CLOSED)
             return asyncio.run_coroutine_threadsafe(work, self.loop)
 
+    async def renewing(self, request: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Make a request; once more, in a new session, if S3 refuses the credentials. A new session looks for them
+        again: in files, at a container's address, by credential_process."""
+        session = self._session
+        try:
+            return await request()
+        except Exception as error:
+            response = getattr(error.__cause__, "response", None)
+            if not isinstance(response, dict) or response.get("Error", {}).get("Code") not in _OUTDATED:
+                raise
+        async with self._renewing:
+            if self._session is session:
+                earlier, self._earlier = self._earlier, session
+                self._session = await self._fs.set_session(refresh=True)
+                if earlier is not None:
+                    await earlier.close()
+        return await request()
+
     def close(self) -> None:
         """End the loop's thread, and all transfers in it. In a forked child this does nothing."""
         if self.pid != os.getpid():
@@ -73,8 +97,9 @@ class RemoteLoop:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        for session in (self._earlier, self._session):
+            if session is not None:
+                await session.close()
         await _close_client(self._fs)
         await asyncio.sleep(0)  # lets the transports run their last callbacks
         self.loop.stop()

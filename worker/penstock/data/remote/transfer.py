@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.proto.errors import PenstockError, ShardCorruptError, ShardUnavailableError
+from penstock.proto.errors import DatasetError, PenstockError, ShardCorruptError, ShardUnavailableError
 
 PIECE = 4 << 20
 """Bytes of a request: so many that latency hardly matters, so few that a slow connection is not taken as stalled."""
@@ -196,7 +196,7 @@ async def over_http(fs: Any, url: str, target: DownloadTarget, progress: Downloa
     unchanged; otherwise begin again. `source`: for errors."""
     import aiohttp  # imported here, because it comes with an extra
 
-    headers = {**fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+    headers = dict(fs.kwargs["headers"])
     if not progress.validator:
         target.rewind()
     elif target.at:
@@ -215,11 +215,35 @@ async def over_http(fs: Any, url: str, target: DownloadTarget, progress: Downloa
         else:
             target.rewind()
             progress.validator = validator
-        if response.content_length is not None:
-            progress.check_size(target.at + response.content_length, source)
+        length = response.content_length
+        if length is None or progress.expected not in (None, target.at + length):
+            check_encoding(response.headers.get("Content-Encoding"), source)
+        if length is not None:
+            progress.check_size(target.at + length, source)
 
     timeout = aiohttp.ClientTimeout(total=None)  # no timeout here: the waiting thread watches the progress
     await fs._get_file(url, target, headers=headers, raise_for_status=check, timeout=timeout)
+
+
+async def http_part(fs: Any, url: str, begin: int, end: int, source: str) -> bytes:
+    """Return the bytes that a server sends for a range of a file, which may be others. `source`: for errors."""
+    session = await fs.set_session()
+    options = {**fs.kwargs, "headers": {**fs.kwargs["headers"], "Range": f"bytes={begin}-{end - 1}"}}
+    async with session.get(fs.encode_url(url), **options) as response:
+        data: bytes = await response.read()
+        fs._raise_not_found_for_status(response, url)
+    if response.status != 206 or len(data) != end - begin:
+        check_encoding(response.headers.get("Content-Encoding"), source)
+    return data
+
+
+def check_encoding(encoding: str | None, source: str) -> None:
+    """Raise DatasetError if the Content-Encoding of an answer, whose length is wrong or unknown, is the cause."""
+    if encoding not in (None, "", "identity", "aws-chunked"):
+        raise DatasetError(
+            f"{source} must arrive as it was indexed, and arrives compressed (Content-Encoding: {encoding}). Turn off "
+            "the server's compression for data, or store the file without that encoding"
+        )
 
 
 async def http_headers(fs: Any, url: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.formats.fields import check_text, names
-from penstock.data.formats.raw_files import open_file
+from penstock.data.formats.raw_files import check_uncompressed, open_file
 from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, record_shard
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import ShardCorruptError
@@ -76,7 +76,8 @@ def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
 
 
 def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[int]]:
-    _, size = open_file(path, name)
+    opened, size = open_file(path, name)
+    check_uncompressed(opened, name)
     consumed = line = 0
 
     def lines() -> Generator[str, None, None]:

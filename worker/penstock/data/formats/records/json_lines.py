@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.formats.raw_files import open_file
+from penstock.data.formats.raw_files import check_uncompressed, open_file
 from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, record_shard
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import ShardCorruptError
@@ -46,6 +46,7 @@ def index_json_lines(path: Path, name: str, out: Path) -> Shard:
 
 def _lines(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
     file, size = open_file(path, name)
+    check_uncompressed(file, name)
     begins, spaces = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
     for at in range(0, size, READ_AT_ONCE):
         chunk = np.frombuffer(file.read(READ_AT_ONCE, at), np.uint8)
