@@ -36,6 +36,22 @@ def column_encodings(settings: dict[str, Any]) -> dict[str, str]:
     return dict(zip(columns, encodings, strict=True))
 
 
+def check_meaning(settings: dict[str, Any]) -> None:
+    """Check what the file's path says: `splits`, and `partitions`, which are columns."""
+    splits, partitions = settings.get("splits", []), settings.get("partitions", {})
+    if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
+        raise InvalidField("splits", f"must be a list of strings, got {splits!r:.100}")
+    if not isinstance(partitions, dict) or not all(
+        value is None or isinstance(value, str) or (type(value) is int and is_int32(value))
+        for value in partitions.values()
+    ):
+        raise InvalidField("partitions", f"must be an object of strings and 32-bit integers, got {partitions!r:.100}")
+
+
+def is_int32(value: int) -> bool:
+    return -(1 << 31) <= value < 1 << 31
+
+
 def check_text(settings: dict[str, Any], field: str) -> None:
     if not isinstance(settings.get(field), str) or not settings[field]:
         raise InvalidField(field, f"must be a string that is not empty, got {settings.get(field)!r:.100}")

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.data.formats.compressed_files import parse_compression
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.fields import InvalidField
+from penstock.data.formats.fields import InvalidField, check_meaning
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -166,6 +166,7 @@ class Entry(msgspec.Struct, gc=False):
     separator: msgspec.Raw = msgspec.Raw()
     records: msgspec.Raw = msgspec.Raw()
     splits: msgspec.Raw = msgspec.Raw()
+    partitions: msgspec.Raw = msgspec.Raw()
     fields: msgspec.Raw = msgspec.Raw()
     size_limit: msgspec.Raw = msgspec.Raw()
     hashes: msgspec.Raw = msgspec.Raw()
@@ -231,10 +232,7 @@ def shard_of(text: msgspec.Raw | bytes, known: dict[str, Mapping[str, Any]], fil
     key = f"{known_format.name} {rest!r}"
     settings = known.get(key)
     if settings is None:
-        if not isinstance(rest.get("splits", []), list) or not all(
-            isinstance(each, str) for each in rest.get("splits", [])
-        ):
-            raise InvalidField("splits", f"must be a list of strings, got {rest['splits']!r:.100}")
+        check_meaning(rest)
         known_format.check(rest)
         settings = known[key] = rest
     blocks, spans, ranges = parts_of(entry)

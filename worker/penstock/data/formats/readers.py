@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,15 @@ def open_shard(
     """Return a reader of a shard's raw (decompressed) files, in the order of `shard.files`. `source`: their address,
     for errors. Raises ShardCorruptError if they differ from the index, and DatasetError for a column that may not be
     read (pickles) or does not exist, and for a package that is not installed."""
-    return _opened(lambda: _reader(shard, paths, options), options, source)
+    return _opened(lambda: _reader(shard, paths, options), shard, options, source)
 
 
 def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
     """Raise InvalidArgumentError if the index shows that a column does not exist. Only the first shard's entry is
     compared, because the shards of a dataset should have the same columns; an index may list none."""
     known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
-    if known is not None and (error := unknown_columns(where, columns or (), known)):
+    added = shards[0].settings.get("partitions", ()) if shards else ()
+    if known is not None and (error := unknown_columns(where, columns or (), [*known, *added])):
         raise InvalidArgumentError(error)
 
 
@@ -36,31 +37,41 @@ def open_part(
     as the format's `PartReading.read` returned it. Raises ShardCorruptError, and DatasetError as `open_shard` does."""
     by_part = FORMATS[shard.format].by_part
     assert by_part is not None
-    return _opened(lambda: by_part.open(shard, part, path, table, options), options, source, sum(shard.parts[:part]))
+    first = sum(shard.parts[:part])
+    return _opened(lambda: by_part.open(shard, part, path, table, options), shard, options, source, first)
 
 
-def _opened(make: Callable[[], ShardReader], options: ReadOptions, source: str, first: int = 0) -> ShardReader:
+def _opened(
+    make: Callable[[], ShardReader], shard: Shard, options: ReadOptions, source: str, first: int = 0
+) -> ShardReader:
     """`first`: number in the shard of the reader's first sample."""
     try:
         reader = make()
-        if options.columns is not None:
-            reader = _projected(reader, options.columns)
+        partitions = shard.settings.get("partitions", {})
+        if partitions or options.columns is not None:
+            reader = _projected(reader, options.columns, partitions)
     except ShardCorruptError as error:
         raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
     reader.name = source or reader.name
     return ClipReader(reader, options.clips, first) if options.clips else reader
 
 
-def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:
-    if isinstance(reader, BlocksReader):
+def _projected(
+    reader: ShardReader, columns: Sequence[str] | None, partitions: Mapping[str, int | str | None]
+) -> ShardReader:
+    """`partitions`: values that all samples have, besides the file's or in their place."""
+    if not isinstance(reader, BlocksReader):
+        return _Projected(reader, columns, partitions)
+    if partitions:
+        reader.add_constants(partitions)
+    if columns is not None:
         reader.select(columns)
-        return reader
-    return _Projected(reader, columns)
+    return reader
 
 
 class _Projected:
-    def __init__(self, reader: ShardReader, columns: Sequence[str]) -> None:
-        self._reader, self._columns = reader, columns
+    def __init__(self, reader: ShardReader, columns: Sequence[str] | None, partitions: Mapping[str, Any]) -> None:
+        self._reader, self._columns, self._partitions = reader, columns, partitions
 
     @property
     def name(self) -> str:
@@ -83,6 +94,9 @@ class _Projected:
         self._reader.close()
 
     def _chosen(self, sample: dict[str, Any]) -> dict[str, Any]:
+        sample = {**{name: value for name, value in sample.items() if name not in self._partitions}, **self._partitions}
+        if self._columns is None:
+            return sample
         try:
             return {name: sample[name] for name in self._columns}
         except KeyError as error:

@@ -68,7 +68,7 @@ def _kind_of(entry: Entry) -> tuple[object, ...]:
     """Return all that the checks of `shard_of` depend on, except names, digests and numbers."""
     absent = entry.version, entry.raw_meta is None, entry.zip_data is None, entry.zip_meta is None
     columns = entry.column_names, entry.column_encodings, entry.column_sizes, entry.columns
-    others = entry.newline, entry.separator, entry.records, entry.splits, entry.fields
+    others = entry.newline, entry.separator, entry.records, entry.splits, entry.partitions, entry.fields
     parts = bool(entry.blocks), bool(entry.spans), bool(entry.ranges)
     return entry.format, entry.compression, absent, *map(bytes, (*columns, *others)), parts
 

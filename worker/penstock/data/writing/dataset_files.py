@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-from penstock.data.formats.fields import InvalidField
+from penstock.data.formats.fields import InvalidField, is_int32
 from penstock.data.formats.index import SPLITS_NOTE, check_name
 from penstock.data.formats.records.energon_folder import load_yaml
 from penstock.data.formats.shards import Shard
@@ -19,6 +20,10 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 CARD = "README.md"
 """File of a repository of Hugging Face, whose head may list the files of each split (`configs`)."""
+PARTITIONED = ("parquet", "arrow", "json_lines", "csv_rows")
+"""Formats whose samples are rows: folders like `label=1/` give them columns."""
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+_INTEGER = re.compile(r"-?[0-9]{1,4000}")
 _HEAD = re.compile(r"\A---\r?\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
 
 
@@ -95,17 +100,42 @@ class DatasetFiles:
         return {SPLITS_NOTE: list(self.splits)} if self.splits else {}
 
     def completed(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Return the shards, each with the splits of its file if there are several, or not all files are in them."""
-        of_file: dict[str, list[str]] = {}
-        for split, names in self.splits.items():
+        """Return the shards, each with the splits of its file if there are several, and with the values of its hive
+        partitions."""
+        said: dict[str, dict[str, Any]] = {name: {} for name in self.names}
+        for split, names in self.splits.items() if len(self.splits) > 1 else ():
             for name in names:
-                of_file.setdefault(name, []).append(split)
+                said[name].setdefault("splits", []).append(split)
+        for name, values in partitions_of(self.names).items() if shards[0].format in PARTITIONED else ():
+            said[name]["partitions"] = values
         return [
-            replace(shard, settings={**shard.settings, "splits": splits})
-            if (splits := of_file.get(shard.name)) and len(self.splits) > 1
-            else shard
+            replace(shard, settings={**shard.settings, **said[shard.name]}) if said[shard.name] else shard
             for shard in shards
         ]
+
+
+def partitions_of(names: Sequence[str]) -> dict[str, dict[str, int | str | None]]:
+    """Return the values that folders like `label=1/` give each file, as pyarrow's "hive" partitioning reads them: a
+    column is of 32-bit integers if all of its values are, else of texts; a file outside of such a folder has None.
+    Empty without such folders."""
+    found: dict[str, dict[str, str | None]] = {}
+    for name in names:
+        steps = [step.partition("=") for step in name.split("/")[:-1] if "=" in step]
+        found[name] = {unquote(key): None if value == NO_VALUE else unquote(value) for key, _, value in reversed(steps)}
+    keys = dict.fromkeys(key for values in found.values() for key in reversed(values))
+    if not keys:
+        return {}
+    texts = {key: {values.get(key) for values in found.values()} - {None} for key in keys}
+    integers = {
+        key for key in keys if all(_INTEGER.fullmatch(str(text)) and is_int32(int(str(text))) for text in texts[key])
+    }
+    return {
+        name: {
+            key: int(text) if key in integers and (text := values.get(key)) is not None else values.get(key)
+            for key in keys
+        }
+        for name, values in found.items()
+    }
 
 
 def _splits_of_card(names: Sequence[str], card: bytes, where: str) -> dict[str, list[str]]:

@@ -51,6 +51,13 @@ def column_of(name: str, chunks: Any, kind: Any = None) -> Column:
     return column if convert is None else _Converted(column, convert)
 
 
+def constant_column(name: str, value: int | str | None) -> Column:
+    """Return a column with the same value in each row; an integer has 32 bits."""
+    arrow = importlib.import_module("pyarrow")
+    kind = arrow.int32() if isinstance(value, int) else arrow.string()
+    return _Constant(column_of(name, arrow.chunked_array([[value]], kind)))
+
+
 def _column_of(chunks: Any) -> Column:
     parts = [_column(chunk) for chunk in chunks.chunks]
     return parts[0] if len(parts) == 1 else _Chunks(parts, [len(chunk) for chunk in chunks.chunks])
@@ -236,6 +243,23 @@ class _Converted:
 
     def batch(self, rows: Ints) -> Values:
         return self.many(rows.tolist())
+
+
+class _Constant:
+    def __init__(self, column: Column) -> None:
+        """`column`: has one row."""
+        self._column = column
+
+    def at(self, row: int) -> Any:
+        return self._column.at(0)
+
+    view = at
+
+    def many(self, rows: Sequence[int]) -> list[Any]:
+        return self._column.many([0] * len(rows))
+
+    def batch(self, rows: Ints) -> Values:
+        return self._column.batch(np.zeros(len(rows), np.int64))
 
 
 class _Chunks:

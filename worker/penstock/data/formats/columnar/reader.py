@@ -7,14 +7,14 @@ from __future__ import annotations
 import bisect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from penstock.data.batch_columns import Columns, by_number, joined
-from penstock.data.formats.columnar.columns import Column
+from penstock.data.formats.columnar.columns import Column, constant_column
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.fields import unknown_columns
 from penstock.data.ordering.permutation import Ints
@@ -46,6 +46,10 @@ class BlocksReader(ABC):
         self._begins = [0, *accumulate(blocks)]
         self._first_block, self._first_row = first_block, first_row
         self._names, self._wanted = names, names
+        """Columns of the file, and those of them to read."""
+        self._shown = names
+        """Columns of samples: those to read, and constants."""
+        self._constants: dict[str, Column] = {}
         self._lock = threading.Lock()
         """Lock of `_is_open`, `_loading`, and additions to `_kept`. No thread holds it while it decodes."""
         self._is_open = True
@@ -64,11 +68,17 @@ class BlocksReader(ABC):
     def __len__(self) -> int:
         return self._begins[-1]
 
+    def add_constants(self, values: Mapping[str, int | str | None]) -> None:
+        """Give all samples these values, in place of columns of the file of the same names."""
+        self._constants = {name: constant_column(name, value) for name, value in values.items()}
+        self.select([*(name for name in self._names if name not in values), *values])
+
     def select(self, columns: Sequence[str]) -> None:
-        """Read only these columns from now on. Raises DatasetError if the file lacks one."""
-        if error := unknown_columns(self.name, columns, self._names):
+        """Read only these columns from now on. Raises DatasetError if there is no such one."""
+        if error := unknown_columns(self.name, columns, [*self._names, *self._constants]):
             raise DatasetError(error)
-        self._wanted, self._kept = list(columns), {}
+        self._shown, self._kept = list(columns), {}
+        self._wanted = [name for name in columns if name not in self._constants]
 
     def _check_file(self) -> None:
         """Raise an error if the file is closed, or has changed so that it must not be read."""
@@ -126,7 +136,7 @@ class BlocksReader(ABC):
                 fetch(row, row + 1)
         return {
             name: [loaded[number].columns[place][1].view(row) for number, row in zip(listed, inside, strict=True)]
-            for place, name in enumerate(self._wanted)
+            for place, name in enumerate(self._shown)
         }
 
     def load(self, block: int) -> None:
@@ -226,6 +236,9 @@ class BlocksReader(ABC):
         where = f"{self.name}: sample {self._first_row + index}, {self.block_kind} {self._first_block + number}"
         try:
             block = self._decode(number)
+            if self._constants:
+                columns = dict(block.columns) | self._constants
+                block = block._replace(columns=[(name, columns[name]) for name in self._shown])
         except DatasetError:
             raise
         except MemoryError as error:

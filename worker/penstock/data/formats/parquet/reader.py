@@ -133,7 +133,7 @@ class ParquetReader(BlocksReader):
         super().select(columns)
         paths = [self._metadata.schema.column(leaf).path for leaf in range(len(self._metadata.schema))]
         self._leaves = [
-            leaf for leaf, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in columns)
+            leaf for leaf, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in self._wanted)
         ]
 
     def close(self) -> None:
