@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 from shard_server import Fault, ShardServer
 
 from penstock.data.remote.folders import RemoteFolder
-from penstock.data.remote.redirects import is_nearer
+from penstock.data.remote.redirects import RedirectLimit, is_nearer
 from penstock.proto.errors import ShardUnavailableError
 
 
@@ -25,6 +24,9 @@ from penstock.proto.errors import ShardUnavailableError
         ("10.0.0.7", "0.0.0.0", True),
         ("2606:4700::1111", "fd00::1", True),
         ("fe80::1", "127.0.0.1", False),
+        ("127.0.0.1", "169.254.169.254", True),
+        ("10.0.0.7", "100.100.100.200", True),
+        ("fd00::1", "fd00:ec2::254", True),
     ],
 )
 def test_what_is_nearer(source: str, target: str, nearer: bool) -> None:
@@ -44,29 +46,60 @@ def read(url: str) -> bytes:
         place.close()
 
 
-def test_redirect_to_a_nearer_host_is_refused(
-    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (server.folder / "data").write_bytes(b"data")
-    answers(server, "/data")
-    assert read(server.url) == b"data"
-    port = server.url.rpartition(":")[2].strip("/")
-    answers(server, f"http://localhost:{port}/data")
-    assert read(server.url) == b"data"  # as near as itself
-
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What each name resolves to: one address after the other, and the last one from then on."""
+    found: dict[str, list[str]] = {}
     real = socket.getaddrinfo
 
-    def resolved(host: Any, *arguments: Any, **options: Any) -> Any:
-        """Return an Internet address, used only by the check; no connection to it is made."""
-        if host in ("127.0.0.1", b"127.0.0.1"):
-            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("1.1.1.1", 0))]
-        return real(host, *arguments, **options)
+    def resolved(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
+        if host not in found:
+            return real(host, port, *arguments, **options)
+        address = found[host].pop(0) if len(found[host]) > 1 else found[host][0]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    before = server.requests["data"]
+    return found
+
+
+def test_redirects_that_are_followed(server: ShardServer, names: dict[str, list[str]]) -> None:
+    (server.folder / "data").write_bytes(b"data")
+    names["hub.test"] = ["127.0.0.1"]
+    port = server.url.rpartition(":")[2]
+    for location in ("/data", f"http://localhost:{port}/data", f"{server.url}/data"):
+        answers(server, location)
+        assert read(server.url) == b"data"
+        assert read(f"http://hub.test:{port}") == b"data"
+
+
+@pytest.mark.parametrize("target", ["169.254.169.254", "moved.test", "hub.test"])
+def test_redirect_to_a_nearer_address_is_refused(target: str, server: ShardServer, names: dict[str, list[str]]) -> None:
+    """Also to one that the server's own name resolves to when it is resolved again, for another port."""
+    port = server.url.rpartition(":")[2]
+    names["hub.test"] = ["127.0.0.1", "169.254.169.254"]
+    names["moved.test"] = ["100.100.100.200"]
+    answers(server, f"http://{target}:1/data")
     with pytest.raises(
-        ShardUnavailableError,
-        match=r"127\.0\.0\.1 must not redirect to localhost \((127.0.0.1|::1)\), an address on this machine",
+        ShardUnavailableError, match=r"hub\.test must not .* an address where clouds hand out credentials"
     ):
-        read(server.url)
-    assert server.requests["data"] == before
+        read(f"http://hub.test:{port}")
+
+
+def test_the_addresses_that_are_checked_are_those_that_are_connected_to(names: dict[str, list[str]]) -> None:
+    limit = RedirectLimit("hub.test")
+    limit.check("hub.test", [ipaddress.ip_address("1.1.1.1")])
+    limit.check("proxy.test", [ipaddress.ip_address("10.0.0.7")])
+    with pytest.raises(
+        ShardUnavailableError, match=r"resolve to 10\.0\.0\.7, an address on this machine or its private"
+    ):
+        limit.check("hub.test", [ipaddress.ip_address("8.8.8.8"), ipaddress.ip_address("10.0.0.7")])
+
+
+def test_a_proxy_decides(server: ShardServer, names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be nearer than the server, and no other name is resolved here."""
+    (server.folder / "moved").write_bytes(b"data")
+    names["proxy.test"] = ["127.0.0.1"]
+    monkeypatch.setenv("http_proxy", f"http://proxy.test:{server.url.rpartition(':')[2]}")
+    place = RemoteFolder("http://hub.invalid", {"client_kwargs": {"trust_env": True}}, tries=1)
+    assert place.read("moved", deadline_s=20) == b"data"
+    place.close()

@@ -1,59 +1,122 @@
-"""Limits on redirects. Data hubs redirect to other hosts, which is followed. But a server, or an attacker who controls
-it, could make a worker request addresses that only this network can reach: a cloud's metadata service, which hands out
-credentials, or a database. So a redirect to another host is refused if that is nearer than the server's own."""
+"""Limits on where a server leads. Data hubs redirect to other hosts, which is followed. But a server, or an attacker
+who controls it or its name, could make a worker request addresses that only this network can reach: a cloud's metadata
+service, which hands out credentials, or a database. So no request goes to an address nearer than those to which the
+user's own server resolved first.
+
+The check is in the connector's resolver, so the addresses that are checked are those that are connected to. Addresses
+that a URL names itself are never resolved: they are checked as the redirect comes. Behind a proxy only the proxy's own
+name is resolved here, so the proxy decides."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ipaddress
-import socket
 from typing import Any
 
 from penstock.proto.errors import ShardUnavailableError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+METADATA = frozenset(
+    ipaddress.ip_address(text)
+    for text in (
+        "169.254.169.254",
+        "fd00:ec2::254",
+        "169.254.170.2",
+        "169.254.170.23",
+        "fd00:ec2::23",
+        "fd20:ce::254",
+        "100.100.100.200",
+        "168.63.129.16",
+    )
+)
+"""Addresses at which clouds hand out credentials: most of them, AWS (machines, tasks, pods), Google, Alibaba, Azure."""
+
 
 def is_nearer(target: Address, source: Address) -> bool:
-    """Return True if `target` is nearer: this machine and its link, then a private network, then the Internet."""
+    """Return True if `target` is nearer: a cloud's metadata, then this machine and its link, then a private network,
+    then the Internet."""
     return _reach(target) < _reach(source)
 
 
 def _reach(address: Address) -> int:
     mapped = getattr(address, "ipv4_mapped", None) or address
-    if mapped.is_loopback or mapped.is_link_local or mapped.is_unspecified:
+    if mapped in METADATA:
         return 0
-    return 2 if mapped.is_global else 1
+    if mapped.is_loopback or mapped.is_link_local or mapped.is_unspecified:
+        return 1
+    return 3 if mapped.is_global else 2
 
 
-def watch_redirects(fs: Any) -> None:
-    """Make a filesystem of fsspec refuse redirects to nearer addresses. Call this before it has a session."""
-    import aiohttp  # imported here, because aiohttp is installed only with an extra
+class RedirectLimit:
+    """Limit of one remote's requests. `host`: of the URL that the user gave."""
 
-    watch = aiohttp.TraceConfig()
-    watch.on_request_redirect.append(_check_redirect)
-    fs.client_kwargs = {**fs.client_kwargs, "trace_configs": [*fs.client_kwargs.get("trace_configs", ()), watch]}
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._hosts = {host}
+        """Hosts of requests. A proxy's is not among them."""
+        literal = _literal(host)
+        self._nearest = None if literal is None else _reach(literal)
+        """Smallest reach that is allowed; None until the user's host is resolved, which never happens behind a
+        proxy."""
+
+    def install(self, fs: Any) -> None:
+        """Limit the requests of fsspec's filesystem for HTTP. Call this before it has a session."""
+        import aiohttp  # imported here, because aiohttp is installed only with an extra
+
+        limit = self
+
+        class Resolver(aiohttp.DefaultResolver):  # type: ignore[misc, valid-type]
+            async def resolve(self, host: str, *arguments: Any, **options: Any) -> Any:
+                found = await super().resolve(host, *arguments, **options)
+                limit.check(host, [_address(each["host"]) for each in found])
+                return found
+
+        async def redirected(session: Any, context: Any, request: Any) -> None:
+            import yarl
+
+            headers = request.response.headers
+            target = request.url.join(yarl.URL(headers.get("Location") or headers.get("URI") or "")).host
+            if target is not None:
+                self._hosts.add(target)
+                literal = _literal(target)
+                if literal is not None and target != self._host:
+                    self.check(target, [literal])
+
+        make = fs.get_client
+
+        async def client(**options: Any) -> Any:
+            options.setdefault("connector", aiohttp.TCPConnector(resolver=Resolver()))
+            return await make(**options)
+
+        trace = aiohttp.TraceConfig()
+        trace.on_request_redirect.append(redirected)
+        fs.client_kwargs = {**fs.client_kwargs, "trace_configs": [*fs.client_kwargs.get("trace_configs", ()), trace]}
+        fs.get_client = client
+
+    def check(self, host: str, addresses: list[Address]) -> None:
+        """Raise ShardUnavailableError if a request to this host would go to an address that is too near."""
+        if host not in self._hosts or not addresses:
+            return
+        nearest = min(addresses, key=_reach)
+        if host == self._host and self._nearest is None:
+            self._nearest = max(1, _reach(nearest))
+        if _reach(nearest) >= (1 if self._nearest is None else self._nearest):
+            return
+        where = (
+            "where clouds hand out credentials" if _reach(nearest) == 0 else "on this machine or its private network"
+        )
+        how = "resolve" if host == self._host else f"redirect to {host},"
+        raise ShardUnavailableError(
+            f"{self._host} must not {how} to {nearest}, an address {where}. Give that address as the remote to allow it"
+        )
 
 
-async def _check_redirect(session: Any, context: Any, request: Any) -> None:
-    import yarl
-
-    headers = request.response.headers
-    target = request.url.join(yarl.URL(headers.get("Location") or headers.get("URI") or ""))
-    if target.host is None or target.host == request.url.host:
-        return
-    sources, targets = await _addresses(request.url.host), await _addresses(target.host)
-    for address in targets:
-        if sources and all(is_nearer(address, source) for source in sources):
-            raise ShardUnavailableError(
-                f"{request.url.host} must not redirect to {target.host} ({address}), an address on this machine or its "
-                "private network. Give the target's address as the remote to allow it"
-            )
+def _literal(host: str) -> Address | None:
+    with contextlib.suppress(ValueError):
+        return _address(host)
+    return None
 
 
-async def _addresses(host: str | None) -> list[Address]:
-    with contextlib.suppress(OSError, ValueError):
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
-    return []
+def _address(text: str) -> Address:
+    return ipaddress.ip_address(text.partition("%")[0])

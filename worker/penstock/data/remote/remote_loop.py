@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.data.remote.redirects import watch_redirects
+from penstock.data.remote.redirects import RedirectLimit
 from penstock.data.remote.transfer import CLOSED, TransferBroken
 
 _OUTDATED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "400", "403")
@@ -45,8 +45,9 @@ class RemoteLoop:
 
         fs, root = fsspec.core.url_to_fs(url, asynchronous=True, loop=self.loop, skip_instance_cache=True, **options)
         self._fs = fs
-        if urlsplit(url).scheme in ("http", "https"):
-            watch_redirects(fs)
+        address = urlsplit(url)
+        if address.scheme in ("http", "https"):
+            RedirectLimit(address.hostname or "").install(fs)
         if hasattr(fs, "set_session"):
             self._session = await fs.set_session()
         return fs, root

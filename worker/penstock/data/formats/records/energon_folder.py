@@ -17,8 +17,10 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,14 @@ META_FILES = (*SPLITS, DATASET, *INFOS)
 """Names of the files in META from which an index is made."""
 MAX_BYTES = 64 << 20
 """Largest size in bytes of a file in META (the folder .nv-meta)."""
-MAX_NAMES = 1 << 20
-"""Most archives that one name with braces, such as `shard_{000..127}.tar`, may stand for."""
+MAX_NAMES_BYTES = 128 << 20
+"""Largest memory in bytes for the names of archives for which a file's names with braces, such as
+`shard_{000..127}.tar`, stand together: about 1.3 million."""
+
+NAME_BYTES = 80
+"""Memory of a string beside its characters, and of its place in a list and a dict."""
+MAX_DIGITS = 20
+"""Most digits of a number in braces."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)", re.ASCII)
@@ -167,7 +175,8 @@ def _splits(folder: Path) -> dict[str, list[str]]:
         raise DatasetError(f"{path}: split_parts must list the archives of each split. Run `energon prepare` again")
     if not isinstance(exclude, list):
         raise DatasetError(f"{path}: exclude must be a list of names, got {exclude!r:.200}")
-    left_out = {name for pattern in exclude for name in _expanded(path, pattern)}
+    names = _Names(path)
+    left_out = {name for pattern in exclude for name in names.of(pattern)}
     inside = sorted(name for name in left_out if not name.endswith(".tar"))
     if inside:
         raise DatasetError(
@@ -175,7 +184,7 @@ def _splits(folder: Path) -> dict[str, list[str]]:
         )
     splits: dict[str, list[str]] = {}
     for split, patterns in parts.items():
-        for name in [name for pattern in patterns or () for name in _expanded(path, pattern)]:
+        for name in [name for pattern in patterns or () for name in names.of(pattern)]:
             if name not in left_out and split not in splits.setdefault(name, []):
                 splits[name].append(str(split))
     outside = [name for name in splits if ".." in Path(name).parts or Path(name).is_absolute()]
@@ -186,34 +195,52 @@ def _splits(folder: Path) -> dict[str, list[str]]:
     return splits
 
 
-def _expanded(path: Path, pattern: object) -> list[str]:
-    """Return the names that a pattern such as `shard_{000..127}.tar` or `{a,b}.tar` stands for. Numbers are padded with
-    zeros if the first or the last one is: `{08..10}` stands for 08, 09, 10."""
-    if not isinstance(pattern, str):
-        raise DatasetError(f"{path}: a file's name must be a string, got {pattern!r:.200}. Run `energon prepare` again")
-    found = _BRACES.search(pattern)
-    if not found:
-        return [pattern]
-    ends = _RANGE.fullmatch(found[1])
-    if ends:
-        first, last = int(ends[1]), int(ends[2])
-        padded = any(len(end) > 1 and end[0] == "0" for end in ends.groups())
-        width = max(map(len, ends.groups())) if padded else 0
-        if last - first >= MAX_NAMES:
-            raise _too_many(path, pattern)
-        choices: Sequence[str] = [f"{n:0{width}}" for n in range(first, last + 1)]
-    else:
-        choices = found[1].split(",")
-    if len(choices) < 1 + (ends is None):
-        raise DatasetError(f"{path}: braces must hold choices (a,b) or an ascending range (0..9), got {pattern!r:.200}")
-    before, after = pattern[: found.start()], _expanded(path, pattern[found.end() :])
-    if len(choices) * len(after) > MAX_NAMES:
-        raise _too_many(path, pattern)
-    return [f"{before}{choice}{rest}" for choice in choices for rest in after]
+class _Names:
+    """Names that the patterns in a file stand for, with a limit for all: a few bytes must not fill the memory."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._left = MAX_NAMES_BYTES
 
-def _too_many(path: Path, pattern: str) -> DatasetError:
-    return DatasetError(f"{path}: a name with braces must stand for at most {MAX_NAMES} files, got {pattern!r:.200}")
+    def of(self, pattern: object) -> Iterator[str]:
+        """Yield the names that a pattern such as `shard_{000..127}.tar` or `{a,b}.tar` stands for. Numbers are padded
+        with zeros if the first or the last one is: `{08..10}` stands for 08, 09, 10."""
+        if not isinstance(pattern, str):
+            raise DatasetError(
+                f"{self._path}: a file's name must be a string, got {pattern!r:.200}. Run `energon prepare` again"
+            )
+        parts = _BRACES.split(pattern)
+        choices = [self._choices(part, pattern) if number % 2 else [part] for number, part in enumerate(parts)]
+        if prod(map(len, choices)) * NAME_BYTES > self._left:
+            raise self._too_many(pattern)
+        for name in map("".join, product(*choices)):
+            self._left -= NAME_BYTES + len(name)
+            if self._left < 0:
+                raise self._too_many(pattern)
+            yield name
+
+    def _choices(self, braces: str, pattern: str) -> list[str]:
+        ends = _RANGE.fullmatch(braces)
+        if ends is None:
+            found = braces.split(",")
+        else:
+            width = max(map(len, ends.groups()))
+            first, last = int(ends[1][:MAX_DIGITS]), int(ends[2][:MAX_DIGITS])
+            if width > MAX_DIGITS or (last - first) * NAME_BYTES > self._left:
+                raise self._too_many(pattern)
+            padded = any(len(end) > 1 and end[0] == "0" for end in ends.groups())
+            found = [f"{n:0{width if padded else 0}}" for n in range(first, last + 1)]
+        if len(found) < 1 + (ends is None):
+            raise DatasetError(
+                f"{self._path}: braces must hold choices (a,b) or an ascending range (0..9), got {pattern!r:.200}"
+            )
+        return found
+
+    def _too_many(self, pattern: str) -> DatasetError:
+        return DatasetError(
+            f"{self._path}: names with braces must stand for at most {MAX_NAMES_BYTES >> 20} MiB of names together, "
+            f"got more with {pattern!r:.200}. Split the dataset into several folders"
+        )
 
 
 def _fields(folder: Path) -> dict[str, Any]:
@@ -249,12 +276,25 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def load_yaml(path: str, text: str) -> Any:
-    """Raises ValueError for a text that is not YAML, DatasetError without the package. `path`: for this error."""
+    """Raises ValueError for a text that is not YAML or has aliases or merges, by which a few bytes become gigabytes;
+    DatasetError without the package. `path`: for this error."""
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
         raise DatasetError(f"{path} needs the package pyyaml. Run pip install pyyaml") from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError(f"the alias *{self.peek_event().anchor} is not supported: write the value itself")
+            return super().compose_node(parent, index)
+
+        def flatten_mapping(self, node: Any) -> None:
+            if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+                raise ValueError("a merge (<<) is not supported: write the entries themselves")
+            super().flatten_mapping(node)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=Loader)
     except (RecursionError, yaml.YAMLError) as error:
         raise ValueError(str(error)) from error
