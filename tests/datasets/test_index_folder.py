@@ -186,15 +186,6 @@ def test_links_that_lead_to_no_file_are_refused(tmp_path: Path, name: str) -> No
         index_folder(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["_delta_log/0.json", ".hoodie/hoodie.properties", "metadata/v1.metadata.json"])
-def test_tables_with_removed_files_are_refused(tmp_path: Path, name: str) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "a.parquet")
-    (tmp_path / name).parent.mkdir()
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(DatasetError, match="got a Delta Lake, Hudi or Iceberg table"):
-        index_folder(tmp_path)
-
-
 def test_cached_results_of_map_are_left_out(tmp_path: Path) -> None:
     for name in ("ds-train.arrow", "cache-123.arrow"):
         table = pyarrow.table({"a": [1, 2]})

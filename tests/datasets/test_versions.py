@@ -196,8 +196,8 @@ def test_versions_are_never_replaced(place: str) -> None:
         DatasetError, match=r"column_names of the appended shards must be \['number'\], .* got \['other'\]"
     ):
         MDSWriter(place, {"other": "int"}, append=True)
-    with pytest.raises(InvalidArgumentError, match='version must be a number of at least 1, "newest" or None, got 0'):
-        StreamingDataset(place, version=0)
+    with pytest.raises(InvalidArgumentError, match='version must be a number of at least 0, "newest" or None, got -1'):
+        StreamingDataset(place, version=-1)
 
 
 def write_bad(place: str) -> None:

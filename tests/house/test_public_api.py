@@ -74,6 +74,7 @@ NAMES = {
         "collate_packed",
         "index_folder",
         "index_parquet",
+        "index_table",
         "megatron_blend",
         "merge_index",
     },
@@ -141,6 +142,7 @@ SIGNATURES = {
     "penstock.data:index_parquet": (
         "(folder, *, storage_options=None, out=None, split=None, ranges=True, timeout_s=600.0)"
     ),
+    "penstock.data:index_table": "(uri, snapshot=None, *, out=None, storage_options=None, timeout_s=600.0)",
     "penstock.data:merge_index": "(folder, parts=None, *, storage_options=None, timeout_s=600.0, append=False)",
 }
 """module:name -> its parameters, without annotations."""

@@ -13,7 +13,7 @@ import json
 import shutil
 import tarfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ import pytest
 from penstock.data import CSVWriter, JSONWriter, MDSWriter, index_folder
 from penstock.data.formats.index import INDEX, write_index
 from penstock.data.formats.megatron import index_megatron
+from penstock.data.formats.parquet.shards import local_tail, shard_of_tail
+from penstock.data.formats.parquet.table_files import TABLE_FILE, encoded_rows, live_counts
 from penstock.data.formats.shards import Shard
 
 __all__ = ["FOLDERS", "FOLDERS_BESIDE", "Made", "indexed", "plainly", "saved_rows"]
@@ -152,6 +154,32 @@ def parquet(folder: Path) -> Samples:
     return rows
 
 
+def parquet_table(folder: Path) -> Samples:
+    """Two files of a table, as index_table lists them: every third row is deleted, the first file lacks a column and
+    has a narrower one, and there is a partition."""
+    rows, whole = table()
+    narrow = whole.set_column(whole.column_names.index("number"), "small", whole["number"].cast("float"))
+    shards = []
+    for name, part in (("a", narrow[:33].drop_columns("flag")), ("b", whole[33:])):
+        path = folder / f"{name}.parquet"
+        pyarrow.parquet.write_table(part, path, row_group_size=7)
+        plain, footer = shard_of_tail(path.name, partial(local_tail, path))
+        deleted = np.arange(plain.samples) % 3 == 1
+        columns: list[Any] = [[each, each] for each in (*whole.column_names, "day")]
+        columns[-1] = ["day", None, "date32[day]", "2026-01-01"]
+        if name == "a":
+            columns[whole.column_names.index("flag")] = ["flag", None]
+            columns[whole.column_names.index("number")] = ["number", "small", "double"]
+        counts = live_counts(deleted, footer.groups)
+        settings = {"column_names": [each[0] for each in columns], "table": columns}
+        of_table = replace(plain, format=TABLE_FILE, samples=sum(counts), blocks=counts, settings=settings)
+        shards.append(replace(of_table, deleted=encoded_rows(deleted)))
+    indexed(folder, shards)
+    day = {"day": datetime.date(2026, 1, 1)}
+    first = [{**row, "flag": None, **day} for number, row in enumerate(rows[:33]) if number % 3 != 1]
+    return first + [{**row, **day} for number, row in enumerate(rows[33:]) if number % 3 != 1]
+
+
 def arrow(folder: Path, compression: str | None = None) -> Samples:
     """A file and a stream of pyarrow, in record batches of 7 rows."""
     rows, whole = table()
@@ -267,6 +295,7 @@ FOLDERS: dict[str, Callable[[Path], Samples]] = {
     "json": partial(written, writer=JSONWriter, columns=TEXTS),
     "csv": partial(written, writer=CSVWriter, columns=TEXTS),
     "parquet": parquet,
+    "parquet_table": parquet_table,
     "megatron": megatron,
     "arrow": arrow,
     "arrow, compressed": partial(arrow, compression="zstd"),

@@ -89,6 +89,10 @@ class ShardUnavailableError(DatasetError):
     message names the file or folder, and the last reason."""
 
 
+class SnapshotExpiredError(DatasetError):
+    """Error for a snapshot of a table of which the table no longer has the log or a file. The message names both."""
+
+
 class UnsupportedStateError(PenstockError, TypeError):
     """Error for a state with an object that has no safe encoding. The message names the object's key path and type."""
 
@@ -299,7 +303,13 @@ _BY_STATUS: dict[str, tuple[type[PenstockError], ...]] = {
     "RESOURCE_EXHAUSTED": (BatchTooLargeError, MemoryLimitError, OverloadedError),
     "DATA_LOSS": (BatchCorruptError, ShardCorruptError, StateCorruptError, ReplayMismatchError, CheckpointCorruptError),
     "OUT_OF_RANGE": (StateUnavailableError,),
-    "NOT_FOUND": (CheckpointNotFoundError, InputFnNotFoundError, UnknownRunError, UnknownWorkerError),
+    "NOT_FOUND": (
+        SnapshotExpiredError,
+        CheckpointNotFoundError,
+        InputFnNotFoundError,
+        UnknownRunError,
+        UnknownWorkerError,
+    ),
     "PERMISSION_DENIED": (InputFnNotAllowedError, NotPermittedError),
     "ALREADY_EXISTS": (BoxTakenError,),
     "ABORTED": (SupersededError,),

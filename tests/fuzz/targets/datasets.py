@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 from targets.target import Target, pieces, script
@@ -14,6 +15,7 @@ from targets.target import Target, pieces, script
 from penstock.data.formats.compressed_files import COMPRESSIONS, pack, unpack
 from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.formats.parquet.footer import row_groups
+from penstock.data.formats.parquet.table_files import decoded_rows, encoded_rows
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.formats.tfrecord.example_messages import example_of
@@ -34,7 +36,13 @@ def _index(data: bytes) -> None:
 
 
 def _index_seeds() -> list[bytes]:
-    return [(MDS / name / INDEX).read_bytes() for name in ("none", "large", "json", "xsv", "csv-packed")]
+    kinds = [["a", "b", "int64"], ["day", None, "date32[day]", "2026-01-01"], ["new", None]]
+    kinds += [["n", "n", {"list": {"map": [None, {"struct": [["x", "x", "double"]]}]}}]]
+    settings = {"column_names": ["a", "day", "new", "n"], "table": kinds}
+    file = ShardFile(StoredFile("a.parquet", 9))
+    table = Shard("parquet_table", 2, (file,), settings=settings, blocks=(2,), deleted="eJxjBgAABAAE")
+    indexes = [(MDS / name / INDEX).read_bytes() for name in ("none", "large", "json", "xsv", "csv-packed")]
+    return [*indexes, write_index([table])]
 
 
 def _unpack(data: bytes) -> None:
@@ -117,10 +125,21 @@ def _example_seeds() -> list[bytes]:
     return [data[12 : 12 + int.from_bytes(data[:8], "little")]]
 
 
+def _deleted(data: bytes) -> None:
+    """Two bytes of the number of rows, then the text."""
+    rows = int.from_bytes(data[:2], "little")
+    assert decoded_rows(data[2:].decode("latin-1"), rows, "here").shape == (rows,)
+
+
+def _deleted_seeds() -> list[bytes]:
+    return [rows.to_bytes(2, "little") + encoded_rows(np.arange(rows) % 3 == 1).encode() for rows in (3, 8, 9_000)]
+
+
 TARGETS = [
     Target("index", _index, _index_seeds, examples=100),
     Target("unpack", _unpack, _unpack_seeds),
     Target("parquet-footer", _footer, _footer_seeds),
+    Target("deleted-rows", _deleted, _deleted_seeds),
     Target("shard", _shard, _shard_seeds, examples=200),
     Target("example", _example, _example_seeds),
 ]

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.data.synthetic_dataset import SyntheticDataset
     from penstock.data.writing.index_folder import index_folder
     from penstock.data.writing.index_parquet import index_parquet
+    from penstock.data.writing.index_table import index_table
     from penstock.data.writing.merge_index import merge_index
     from penstock.data.writing.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
     from penstock.data.writing.writers import MDSWriter
@@ -81,6 +82,7 @@ __all__ = [
     "energon_concat",
     "index_folder",
     "index_parquet",
+    "index_table",
     "megatron_blend",
     "merge_index",
 ]
@@ -114,6 +116,7 @@ _BY_MODULE = {
     ".synthetic_dataset": ["SyntheticDataset"],
     ".writing.index_folder": ["index_folder"],
     ".writing.index_parquet": ["index_parquet"],
+    ".writing.index_table": ["index_table"],
     ".writing.merge_index": ["merge_index"],
     ".writing.text_writers": ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"],
     ".writing.writers": ["MDSWriter"],

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex
 
 import numpy as np
@@ -30,10 +31,13 @@ from penstock.data.formats.format_table import reads_by_column
 from penstock.data.formats.index import SPLITS_NOTE, file_notes
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.media.clips import AudioClip, VideoClip, check_clips
+from penstock.data.formats.parquet.shards import PARQUET
+from penstock.data.formats.parquet.table_files import TABLE_FILE
 from penstock.data.formats.readers import check_columns, open_part, open_shard
 from penstock.data.formats.records.energon_folder import check_current, check_indexed
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of
 from penstock.data.formats.splits import EVERY_SPLIT, select_split
+from penstock.data.formats.table_marks import refuse_table
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
 from penstock.data.indexes.opened_units import Units
 from penstock.data.indexes.order_layout import OrderLayout, joint_fingerprint
@@ -52,7 +56,7 @@ from penstock.data.streams import (
     stream_names,
     with_plain_values,
 )
-from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError, SnapshotExpiredError
 
 LISTED_BOUNDS = 1 << 14
 """Most opened pieces whose first samples are kept in a list, which is searched faster than an array."""
@@ -207,6 +211,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             _selected(table, stream, file_notes(index), name)
             for (index, table, _), (_, _, name), stream in zip(read, remotes, self.streams, strict=True)
         ]
+        self._plain_folders: set[Path] = set()
+        """Folders of Parquet files that were found not to belong to a table."""
+        for cache, table in zip(self._caches, self._tables, strict=True):
+            if cache.files_folder and PARQUET in table.facts.formats:
+                self._refuse_table(cache.files_folder)
         self._indexes = [
             IndexWatch.of(cache.index_path, index, digest, hashed=table.facts.hashed, in_place=cache.in_place)
             for cache, (index, _, digest), table in zip(self._caches, read, self._tables, strict=True)
@@ -491,11 +500,30 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             cache.on_pressure = relieve
             cache.neighbours = [other for other in self._caches if other is not cache]
 
+    def _refuse_table(self, folder: Path) -> None:
+        """Raise DatasetError if plain files became those of a table after they were indexed."""
+        if folder not in self._plain_folders:
+            refuse_table(folder)
+            self._plain_folders.add(folder)
+
+    def _held(self, stream: int, shard: Shard, part: int | None) -> HeldShard:
+        try:
+            return self._caches[stream].hold(shard if part is None else part_shard(shard, part))
+        except ShardUnavailableError as error:
+            if shard.format != TABLE_FILE or not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            raise SnapshotExpiredError(
+                f"{shard.name} of snapshot {self.versions[stream]} of the table is missing: the snapshot was expired, "
+                f"or its files vacuumed. Index a newer snapshot, and start without this state: {error.message}"
+            ) from error
+
     def _opened(self, number: int) -> tuple[HeldShard, ShardReader]:
         stream, shard, part = self._file(number)
         cache = self._caches[stream]
-        held = cache.hold(shard if part is None else part_shard(shard, part))
+        held = self._held(stream, shard, part)
         try:
+            if cache.files_folder and shard.format == PARQUET:
+                self._refuse_table(held.paths[0].parent)
             source, options = cache.name_of(held.paths[0], shard), self._options[stream]
             MEMORY.raise_limit(self.decoded_limit)
             if part is None:

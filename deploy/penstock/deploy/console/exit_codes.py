@@ -94,7 +94,11 @@ CODES = (
         "UnsupportedLeafError StructureChangedError BatchTooLargeError EmptyInputError",
     ),
     ExitCode(27, "a runner holds more memory than its worker allows", "MemoryLimitError"),
-    ExitCode(28, "a dataset cannot be fetched or read", "DatasetError ShardCorruptError ShardUnavailableError"),
+    ExitCode(
+        28,
+        "a dataset cannot be fetched or read",
+        "DatasetError ShardCorruptError ShardUnavailableError SnapshotExpiredError",
+    ),
     ExitCode(DIFFERS, "a restored loader yields other batches", "ReplayMismatchError"),
     ExitCode(CANNOT_SAVE, "doctor: the loader streams, but cannot be saved as it is"),
     ExitCode(UNFIT, "doctor: this machine or this cluster has a problem, which is named"),

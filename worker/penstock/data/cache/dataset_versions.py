@@ -4,6 +4,8 @@
     index-000002.json        index of version 2: the shards of version 1, and those that were appended
     index.json               copy of the index of the newest version
 
+The versions of a table are its snapshots, under the table's own numbers (writing/index_table.py).
+
 The number is in each index, among its *notes* (entries for Penstock alone). The index of a version and its shards never
 change, so publishing the next version (writing/publish.py) does not disturb a job.
 """
@@ -19,18 +21,18 @@ from penstock.data.formats.index import INDEX, VERSION_NOTE, file_notes, version
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 
 Version = int | Literal["newest"] | None
-"""Version as a user gives it: a number from 1; "newest" or None for the newest one."""
+"""Version as a user gives it: a number from 1, or from 0 of a table; "newest" or None for the newest one."""
 
 
 def check_version(name: str, version: Version) -> None:
-    if version not in (None, "newest") and (type(version) is not int or version < 1):
-        raise InvalidArgumentError(f'{name} must be a number of at least 1, "newest" or None, got {version!r}')
+    if version not in (None, "newest") and (type(version) is not int or version < 0):
+        raise InvalidArgumentError(f'{name} must be a number of at least 0, "newest" or None, got {version!r}')
 
 
 def version_of(notes: Mapping[str, Any]) -> int | None:
     """Return the version number in an index's notes; None if the dataset has no versions."""
     number = notes.get(VERSION_NOTE)
-    return number if type(number) is int and number > 0 else None
+    return number if type(number) is int and number >= 0 else None
 
 
 def open_version(
@@ -46,7 +48,8 @@ def open_version(
         number = version_of(file_notes(index))
         if number is None:
             return newest, index, None
-        number = version_of(newest.newest_notes()) or number
+        noted = version_of(newest.newest_notes())
+        number = number if noted is None else noted
     except BaseException:
         newest.close()
         raise

@@ -34,7 +34,7 @@ from penstock.data.cache.index_watch import check_index, is_index_of
 from penstock.data.cache.prefetch import FetchStats, Prefetcher
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import INDEX, file_notes, first_notes, remedy_without_index
+from penstock.data.formats.index import INDEX, SOURCE_NOTE, file_notes, first_notes, remedy_without_index
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import is_full, unwritable
@@ -198,6 +198,11 @@ class ShardCache:
     def in_place(self) -> bool:
         return bool(self._in_place)
 
+    @property
+    def files_folder(self) -> Path | None:
+        """Folder whose files are read where they lie; None if they are copied into the cache."""
+        return Path(self._in_place) if self._in_place else None
+
     def fetches_ranges(self, hashed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Return, for each shard, whether parts of its file may be fetched alone: not if read in place, or verified by
         a hash of the whole. `hashed`: whether the index has a hash of its raw file. Shapes (shards,)."""
@@ -238,9 +243,11 @@ class ShardCache:
                     give_name(temporary("raw"), self.folder, name)
 
     def newest_notes(self) -> dict[str, Any]:
-        """Return the notes of the remote's present index, maybe newer than the copy. Raises ShardUnavailableError."""
-        if self._in_place or self.remote is None:
-            return file_notes(self.index())
+        """Return the notes of the remote's present index, maybe newer than the copy; those of an index that was written
+        here, with the argument `out`, if there is one. Raises ShardUnavailableError."""
+        notes = file_notes(self.index())
+        if self._in_place or self.remote is None or SOURCE_NOTE in notes:
+            return notes
         remote, until = self.remote, time.monotonic() + self.timeout_s
         return first_notes(lambda size: remote.read(self._index_name, deadline_s=until - time.monotonic(), first=size))
 

@@ -16,6 +16,8 @@ from penstock.data.formats.mds import MDSReader, check_mds
 from penstock.data.formats.megatron import MegatronReader
 from penstock.data.formats.parquet.reader import ParquetReader, check_parquet, open_row_group, read_footer
 from penstock.data.formats.parquet.shards import footer_shard
+from penstock.data.formats.parquet.table_files import TABLE_FILE as TABLE_FILE
+from penstock.data.formats.parquet.table_files import check_table_file
 from penstock.data.formats.records.csv_rows import CSVRowsReader, check_csv_rows
 from penstock.data.formats.records.energon_folder import check_tar
 from penstock.data.formats.records.json_lines import JSONLinesReader
@@ -102,6 +104,15 @@ FORMATS: Mapping[str, Format] = {
             ("data",),
             _plain(ParquetReader),
             check_parquet,
+            by_part=PartReading(footer_shard, read_footer, open_row_group),
+            by_column=True,
+        ),
+        # A name of its own, so that releases that do not know deleted rows refuse it.
+        Format(
+            TABLE_FILE,
+            ("data",),
+            _plain(ParquetReader),
+            check_table_file,
             by_part=PartReading(footer_shard, read_footer, open_row_group),
             by_column=True,
         ),

@@ -19,7 +19,7 @@ import msgspec
 from penstock.data.formats.compressed_files import parse_compression
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import InvalidField, check_meaning
-from penstock.data.formats.format_table import FORMATS
+from penstock.data.formats.format_table import FORMATS, TABLE_FILE
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
@@ -43,7 +43,18 @@ MAX_NUMBER = 1 << 44
 PRECEDED_NOTE = "preceded_by"
 """Note in the index of version 1: the digest of the index that the dataset had before it had versions."""
 
-_OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes", "spans", "ranges"}
+_OWN = {
+    "version",
+    "format",
+    "samples",
+    "compression",
+    "hashes",
+    "blocks",
+    "decoded_bytes",
+    "spans",
+    "ranges",
+    "deleted",
+}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
@@ -158,6 +169,8 @@ class Entry(msgspec.Struct, gc=False):
     decoded_bytes: Count = 0
     spans: list[Count] | None = None
     ranges: list[Count] | None = None
+    deleted: str = ""
+    table: msgspec.Raw = msgspec.Raw()
     column_names: msgspec.Raw = msgspec.Raw()
     column_encodings: msgspec.Raw = msgspec.Raw()
     column_sizes: msgspec.Raw = msgspec.Raw()
@@ -238,8 +251,10 @@ def shard_of(text: msgspec.Raw | bytes, known: dict[str, Mapping[str, Any]], fil
     blocks, spans, ranges = parts_of(entry)
     if ranges and known_format.by_part is None:
         raise InvalidField("ranges", f"must be absent, because files of format {entry.format} are read whole")
-    compression, decoded = entry.compression or "", entry.decoded_bytes
-    return Shard(known_format.name, entry.samples, tuple(pairs), compression, settings, blocks, decoded, spans, ranges)
+    if entry.deleted and known_format.name != TABLE_FILE:
+        raise InvalidField("deleted", f"must be absent from a file of format {entry.format}")
+    more = entry.compression or "", settings, blocks, entry.decoded_bytes, spans, ranges, entry.deleted
+    return Shard(known_format.name, entry.samples, tuple(pairs), *more)
 
 
 def parts_of(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -324,6 +339,8 @@ def _entry(shard: Shard) -> dict[str, Any]:
         entry["spans"] = list(shard.spans)
     if shard.ranges:
         entry["ranges"] = list(shard.ranges)
+    if shard.deleted:
+        entry["deleted"] = shard.deleted
     for part, file in zip(FORMATS[shard.format].file_kinds, shard.files, strict=True):
         entry[f"raw_{part}"] = _info(file.raw)
         entry[f"zip_{part}"] = None if file.packed is None else _info(file.packed)

@@ -58,6 +58,8 @@ class Shard:
     """Offsets in the file, in bytes, of its parts; shape (2 * parts + 1,), empty if unknown. First the begin and end of
     each part. Then one border of the bytes that all parts need: the begin of Parquet's footer, the end of Arrow's
     header; else the end of the file. For a Parquet file of 2 row groups and 950 bytes: (4, 500, 500, 900, 900)."""
+    deleted: str = ""
+    """Rows of a table's file that are deleted (parquet/table_files.py); "" if none is."""
 
     @property
     def units(self) -> tuple[int, ...]:

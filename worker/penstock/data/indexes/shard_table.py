@@ -68,8 +68,8 @@ def _kind_of(entry: Entry) -> tuple[object, ...]:
     """Return all that the checks of `shard_of` depend on, except names, digests and numbers."""
     absent = entry.version, entry.raw_meta is None, entry.zip_data is None, entry.zip_meta is None
     columns = entry.column_names, entry.column_encodings, entry.column_sizes, entry.columns
-    others = entry.newline, entry.separator, entry.records, entry.splits, entry.partitions, entry.fields
-    parts = bool(entry.blocks), bool(entry.spans), bool(entry.ranges)
+    others = entry.newline, entry.separator, entry.records, entry.splits, entry.partitions, entry.fields, entry.table
+    parts = bool(entry.blocks), bool(entry.spans), bool(entry.ranges), bool(entry.deleted)
     return entry.format, entry.compression, absent, *map(bytes, (*columns, *others)), parts
 
 
@@ -249,6 +249,8 @@ class _Columns:
         for entry, pairs in zip(entries, files, strict=True):
             listed = [(raw.basename, raw.bytes, sorted(raw.hashes.items()) if raw.hashes else []) for raw, _ in pairs]
             self.lines.append(f"{entry.format} {entry.samples} {listed}\n")
+            if entry.deleted:
+                self.lines.append(f"deleted rows {_check(entry.deleted.encode())}\n")
             if entry.blocks:  # the order depends on them
                 self.lines.append(f"blocks {tuple(entry.blocks)} of {entry.decoded_bytes} bytes\n")
 

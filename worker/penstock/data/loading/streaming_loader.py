@@ -254,7 +254,7 @@ class StreamingLoader(PositionLoader):
         if not isinstance(order, Mapping) or not order or all(version is None for version in own):
             return state
         # The data got versions after the state was saved; the data of the state became version 1.
-        saved = order.get(VERSIONS, [version and 1 for version in own])
+        saved = order.get(VERSIONS, [None if version is None else 1 for version in own])
         if not isinstance(saved, list) or len(saved) != len(own) or saved == own:
             return state
         if VERSIONS not in order:

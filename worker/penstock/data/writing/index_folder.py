@@ -19,8 +19,10 @@ from penstock.data.writing.dataset_files import CARD, DatasetFiles, is_hidden, l
 from penstock.data.writing.index_parquet import index_parquet, is_parquet, is_pattern
 from penstock.data.writing.index_prepared import index_prepared, warn_of_loader
 from penstock.data.writing.index_remote import StandIn
+from penstock.data.writing.index_table import index_table
 from penstock.data.writing.indexable_files import INDEXABLE
 from penstock.data.writing.indexing import index_files
+from penstock.data.writing.tables.recognise import table_at
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
 
@@ -62,7 +64,8 @@ def index_folder(
             JSON lines (.jsonl, .ndjson), CSV and TSV with a header (.csv, .tsv), tar archives of WebDataset (.tar),
             TFRecord (.tfrecord and the like), ArrayRecord (.array_record and the like), Megatron-core's token files
             (.bin beside .idx), or a Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A
-            DatasetDict gets an index in each split's folder. A folder that Megatron Energon prepared keeps its splits
+            DatasetDict gets an index in each split's folder. A table of Delta Lake is indexed as by
+            index_table. A folder that Megatron Energon prepared keeps its splits
             and fields. Beside each JSON lines, CSV, tar or TFRecord file a file .penstock-index is written.
         format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";
             None: that of the files. "-example" or "-bytes" after "tfrecord" or "array_record" gives the kind of the
@@ -82,6 +85,8 @@ def index_folder(
     """
     if format is not None and format not in (PARQUET, *INDEXABLE):
         raise InvalidArgumentError(f"format must be one of {', '.join((PARQUET, *INDEXABLE))}, got {format!r}")
+    if format in (None, PARQUET) and table_at(folder, storage_options, timeout_s):
+        return index_table(folder, out=out, storage_options=storage_options, timeout_s=timeout_s)
     remote = RemoteFolder(folder, storage_options)
     root = remote.local
     if root is None:

@@ -18,13 +18,12 @@ from penstock.data.formats.parquet.shards import Tail, parquet_shards, shards_of
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.dataset_files import CARD, DatasetFiles, is_hidden, local_names, matching
+from penstock.data.writing.tables.recognise import refuse_tables
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.atomic_files import write_whole
 
 REMOTE_THREADS = 16
 """Remote files whose footers are read at the same time."""
-TABLE_FORMATS = re.compile(r"(^|/)(_delta_log/|\.hoodie/|metadata/[^/]*\.metadata\.json$)")
-"""Paths of a table of Delta Lake, Hudi or Iceberg, whose own log says which Parquet files are valid."""
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -62,11 +61,7 @@ def index_parquet(
     remote = RemoteFolder(root, storage_options)
     local = remote.local
     found = local_names(local, pattern) if local else remote.find(deadline_s=timeout_s)
-    tables = [name for name in found if TABLE_FORMATS.search(name)]
-    if tables:
-        raise DatasetError(
-            f"{remote.url} must have plain Parquet files, got a Delta Lake, Hudi or Iceberg table ({tables[0]})"
-        )
+    refuse_tables(remote, found, storage_options, timeout_s)
     names = sorted(matching(found, pattern) if pattern else filter(is_parquet, found))
     names = [name for name in names if not is_hidden(name)]
     if not names:
@@ -86,7 +81,7 @@ def index_parquet(
         return shards
     try:
         with ThreadPoolExecutor(REMOTE_THREADS) as threads:
-            read = threads.map(lambda name: _remote_tail(remote, name, timeout_s), files.names)
+            read = threads.map(lambda name: remote_tail(remote, name, timeout_s), files.names)
             tails = dict(zip(files.names, read, strict=True))
         shards = shards_of_tails((name, partial(tails.__getitem__, name)) for name in files.names)
         shards = files.completed(shards)
@@ -130,7 +125,7 @@ def _split(folder: str) -> tuple[str, str]:
     return scheme + mark + ("/".join(steps[:first]) or ("/" if path.startswith("/") else ".")), "/".join(steps[first:])
 
 
-def _remote_tail(remote: RemoteFolder, name: str, timeout_s: float) -> Tail:
+def remote_tail(remote: RemoteFolder, name: str, timeout_s: float) -> Tail:
     size = remote.size(name, deadline_s=timeout_s)
     begin = max(0, size - TAIL_BYTES)
     tail = remote.read_range(name, begin, size, deadline_s=timeout_s)

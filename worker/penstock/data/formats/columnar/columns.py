@@ -51,10 +51,11 @@ def column_of(name: str, chunks: Any, kind: Any = None) -> Column:
     return column if convert is None else _Converted(column, convert)
 
 
-def constant_column(name: str, value: int | str | None) -> Column:
-    """Return a column with the same value in each row; an integer has 32 bits."""
+def constant_column(name: str, value: Any, kind: Any = None) -> Column:
+    """Return a column with the same value in each row. `kind`: its pyarrow type; None: integers have 32 bits."""
     arrow = importlib.import_module("pyarrow")
-    kind = arrow.int32() if isinstance(value, int) else arrow.string()
+    if kind is None:
+        kind = arrow.int32() if isinstance(value, int) else arrow.string()
     return _Constant(column_of(name, arrow.chunked_array([[value]], kind)))
 
 

@@ -28,6 +28,7 @@ from penstock.data.formats.parquet.footer import (
     tail_of,
 )
 from penstock.data.formats.parquet.shards import Footer, footer_of, pyarrow_parquet
+from penstock.data.formats.parquet.table_files import TABLE_FILE, TableView
 from penstock.data.formats.raw_files import check_samples, open_file
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -101,6 +102,8 @@ class ParquetReader(BlocksReader):
         """pyarrow's file objects that no thread uses now. Each thread takes one: they are not thread-safe."""
         self._repeated: set[str] = set()
         """Columns that are read as dictionaries, because a row group of theirs exceeded its limit."""
+        self._sources: Sequence[str] | None = None
+        """Columns of the file to read; None: all."""
         self._leaves: list[int] | None = None
         """Leaf columns to read; None: all. Parquet stores a nested column as several."""
         try:
@@ -118,22 +121,29 @@ class ParquetReader(BlocksReader):
             ) from error
         first = 0 if part is None else part.group
         self._groups = footer.groups if part is None else footer.groups[first : first + 1]
-        blocks = tuple(group.rows for group in self._groups)
+        self._view = TableView(shard, footer.groups) if shard.format == TABLE_FILE else None
+        rows = tuple(group.rows for group in footer.groups)
+        counts = rows if self._view is None else self._view.counts
+        blocks = counts if part is None else counts[first : first + 1]
         check_samples(self.name, "rows", sum(blocks), shard.samples)
         if part is None:
-            check_samples(self.name, "rows", footer.metadata.num_rows, shard.samples)
+            check_samples(self.name, "rows", footer.metadata.num_rows, sum(rows))
         if shard.blocks and shard.blocks != blocks:
             raise ShardCorruptError(
                 f"{self.name} must have the row groups that the index lists. Index the folder again"
             )
-        rows_before = sum(group.rows for group in footer.groups[:first])
-        super().__init__(stored.name, blocks, list(self._schema.names), first, rows_before)
+        listed = list(self._schema.names) if self._view is None else self._view.names
+        super().__init__(stored.name, blocks, listed, first, sum(counts[:first]))
+        if self._view is not None:
+            self._constants = self._view.constants
+            self.select(listed)
 
     def select(self, columns: Sequence[str]) -> None:
         super().select(columns)
+        self._sources = self._wanted if self._view is None else self._view.sources(self._wanted)
         paths = [self._metadata.schema.column(leaf).path for leaf in range(len(self._metadata.schema))]
         self._leaves = [
-            leaf for leaf, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in self._wanted)
+            leaf for leaf, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in self._sources)
         ]
 
     def close(self) -> None:
@@ -169,7 +179,11 @@ class ParquetReader(BlocksReader):
         if table.num_rows != rows:
             raise ValueError(f"the row group must have {rows} rows, as the file's footer says, got {table.num_rows}")
         self._check_unchanged(opened)
-        arrays = dict(zip(table.column_names, map(_expanded, table.columns), strict=True))
+        if self._view is None:
+            arrays = dict(zip(table.column_names, map(_expanded, table.columns), strict=True))
+        else:
+            arrays = self._view.arrays(self._first_block + number, table, self._wanted)
+            arrays = {name: _expanded(array) for name, array in arrays.items()}
         columns = [(name, column_of(name, arrays[name])) for name in self._wanted]
         with self._lock:
             if self._is_open:
@@ -247,8 +261,10 @@ class ParquetReader(BlocksReader):
         return batches
 
     def _how(self) -> dict[str, Any]:
-        chosen = None if self._leaves is None else self._wanted
-        return {"columns": chosen, "use_threads": len(self._wanted) > 1}  # pyarrow's threads decode one column each
+        return {
+            "columns": self._sources,
+            "use_threads": len(self._wanted) > 1,
+        }  # pyarrow's threads decode one column each
 
     def _texts(self, opened: Descriptor, number: int) -> Iterator[_Text]:
         """Yield the columns to read whose texts may take more memory than their bytes."""

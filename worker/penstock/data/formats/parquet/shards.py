@@ -19,6 +19,8 @@ from penstock.data.formats.parquet.footer import RowGroup, footer_length, row_gr
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, PenstockError, ShardCorruptError
 
+PARQUET = "parquet"
+"""Name of the format in the index."""
 Tail = tuple[bytes, int]
 """Bytes from the footer's beginning to the file's end, and the size of the whole file."""
 
@@ -34,47 +36,50 @@ def pyarrow_parquet() -> Any:
 def parquet_shards(files: Iterable[tuple[str, Path]]) -> list[Shard]:
     """Return a shard for each (path relative to the dataset's folder, file). All files must have columns of the same
     names, because a loader makes batches of rows from any of them. Raises DatasetError."""
-    return shards_of_tails((name, partial(_local_tail, path)) for name, path in files)
+    return shards_of_tails((name, partial(local_tail, path)) for name, path in files)
 
 
 def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Shard]:
     """Return a shard for each (name, function that returns the end of the file). Raises DatasetError as parquet_shards;
     the functions' errors become ShardCorruptError, but those of Penstock stay."""
-    library = pyarrow_parquet()
-    shards: list[Shard] = []
-    for name, tail_and_size in files:
-        try:
-            tail, size = tail_and_size()
-            groups = row_groups(tail[:-8])  # checked before pyarrow reads it (footer.py)
-            footer = library.read_metadata(io.BytesIO(tail))
-            columns = list(footer.schema.to_arrow_schema().names)
-            if sum(group.rows for group in groups) != footer.num_rows:
-                rows = sum(group.rows for group in groups)
-                raise ValueError(f"the row groups must have {footer.num_rows} rows, as the footer says, got {rows}")
-        except PenstockError:
-            raise
-        except Exception as error:  # errors of pyarrow, of the system, and of the file's source
-            if isinstance(error, OSError) and error.errno is not None:  # pyarrow's own OSError has no number
-                raise ShardCorruptError(
-                    f"{name} cannot be read: {error}. Check that the file exists and that this user may read it"
-                ) from error
-            raise ShardCorruptError(
-                f"{name} must be a Parquet file: {error}. Write the file again, or move it out of the folder"
-            ) from error
-        check_unique(name, columns)
-        shards.append(
-            Shard(
-                "parquet",
-                footer.num_rows,
-                (ShardFile(StoredFile(name, size)),),
-                settings={"column_names": columns},
-                blocks=tuple(group.rows for group in groups),
-                decoded_bytes=sum(group.nbytes for group in groups),
-                ranges=_ranges_of(groups, size - len(tail)),
-            )
-        )
+    shards = [shard_of_tail(name, tail_and_size)[0] for name, tail_and_size in files]
+    for shard in shards:
+        check_unique(shard.name, shard.settings["column_names"])
     check_same_columns(shards)
     return [replace(shard, settings=shards[0].settings) for shard in shards]
+
+
+def shard_of_tail(name: str, tail_and_size: Callable[[], Tail]) -> tuple[Shard, Footer]:
+    """Return the shard of a file, and its footer. Raises as `shards_of_tails`."""
+    pyarrow_parquet()
+    try:
+        tail, size = tail_and_size()
+        footer = Footer.parse(tail)
+        rows = sum(group.rows for group in footer.groups)
+        if rows != footer.metadata.num_rows:
+            raise ValueError(
+                f"the row groups must have {footer.metadata.num_rows} rows, as the footer says, got {rows}"
+            )
+    except PenstockError:
+        raise
+    except Exception as error:  # errors of pyarrow, of the system, and of the file's source
+        if isinstance(error, OSError) and error.errno is not None:  # pyarrow's own OSError has no number
+            raise ShardCorruptError(
+                f"{name} cannot be read: {error}. Check that the file exists and that this user may read it"
+            ) from error
+        raise ShardCorruptError(
+            f"{name} must be a Parquet file: {error}. Write the file again, or move it out of the folder"
+        ) from error
+    shard = Shard(
+        PARQUET,
+        rows,
+        (ShardFile(StoredFile(name, size)),),
+        settings={"column_names": list(footer.schema.names)},
+        blocks=tuple(group.rows for group in footer.groups),
+        decoded_bytes=sum(group.nbytes for group in footer.groups),
+        ranges=_ranges_of(footer.groups, size - len(tail)),
+    )
+    return shard, footer
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +102,15 @@ class Footer:
 
 def footer_shard(shard: Shard) -> Shard:
     """Return the footer of a shard's file as a shard without samples (`format_table.PartReading.table`)."""
-    return Shard("parquet", 0, (file_range(shard, shard.ranges[-1], shard.size),))
+    return Shard(PARQUET, 0, (file_range(shard, shard.ranges[-1], shard.size),))
 
 
 def footer_of(shard: Shard, tail: bytes) -> Footer:
     """Raises ValueError if the footer does not match the dataset's index, or an error of pyarrow."""
     footer = Footer.parse(tail)
-    if _ranges_of(footer.groups, shard.ranges[-1]) != shard.ranges or shard.blocks != tuple(
-        group.rows for group in footer.groups
+    rows = tuple(group.rows for group in footer.groups)
+    if _ranges_of(footer.groups, shard.ranges[-1]) != shard.ranges or (
+        shard.format == PARQUET and shard.blocks != rows  # of a table, the reader compares the live rows
     ):
         raise ValueError("the row groups must be those in the dataset's index, but differ")
     return footer
@@ -118,6 +124,6 @@ def _ranges_of(groups: Sequence[RowGroup], footer: int) -> tuple[int, ...]:
     return (*(at for pair in ranges for at in pair), footer)
 
 
-def _local_tail(path: Path) -> Tail:
+def local_tail(path: Path) -> Tail:
     opened = Descriptor(path)  # a plain file, so that nothing waits for a pipe or a device
     return tail_of(opened), os.fstat(opened.fileno()).st_size
