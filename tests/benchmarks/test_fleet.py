@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from benchmarks.fleet_load import Fleet
 
-from penstock.proto.rpc.connection_limits import raise_file_limit
+from penstock.runtime.process.open_files import raise_file_limit
 
 DEADLINE_S = 60.0
 MANY, ROUNDS = 1000, 5

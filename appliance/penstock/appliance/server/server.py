@@ -31,11 +31,11 @@ from penstock.appliance.server.topic_signals import TopicSignals
 from penstock.proto.errors import JournalError
 from penstock.proto.rpc.addresses import loopback
 from penstock.proto.rpc.channel import RunningServer, Tls, host_id, server_aio
-from penstock.proto.rpc.connection_limits import raise_file_limit
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.lifetime import Parent
 from penstock.runtime.process.machine_needs import require
+from penstock.runtime.process.open_files import raise_file_limit
 from penstock.runtime.process.spare_memory import give_back_spare_memory
 from penstock.runtime.telemetry.counters import CallCounters
 

@@ -28,7 +28,6 @@ from penstock.proto.errors import (
     VersionSkewError,
 )
 from penstock.proto.rpc.bounds.message_bounds import LargeRequests, parsed_parts, parsed_request
-from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.roles import METHODS, READ_ONLY
 from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY, Caller, Challenged, TokenVerifier
 from penstock.proto.rpc.tls import Tls
@@ -50,15 +49,11 @@ class AuthInterceptor(grpc.GenericRpcHandler):
     """The server's only handler: it checks the token, role and protocol number of each call, and translates errors.
 
     Services are added to it as to a server. gRPC's own interceptors would take a task and several awaits for each call:
-    40 us, a third of gRPC's own time. `connections` is told of each call, and whether it had a token; `tls` names what
-    callers' certificates must have."""
+    40 us, a third of gRPC's own time. `tls` names what callers' certificates must have."""
 
-    def __init__(
-        self, verifier: TokenVerifier, calls: CallCounters, connections: Connections, tls: Tls | None = None
-    ) -> None:
+    def __init__(self, verifier: TokenVerifier, calls: CallCounters, tls: Tls | None = None) -> None:
         self._verifier = verifier
         self._calls = calls
-        self._connections = connections
         self._tls = tls if tls is not None and tls.ca and tls.by_role else None
         self._large = LargeRequests()
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -88,15 +83,13 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         """A generated `add_..._to_server` passes the same methods again to add_registered_method_handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        connection = partial(self._connections.note_call, proven=service != health.SERVICE_NAME)
         for name, handler in handlers.items():
-            on_call = partial(self._accept, name, connection)
+            on_call = partial(self._accept, name)
             self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, on_call, self._large)
 
-    def _accept(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
-        """Record that an accepted call's connection has a token, note the digest for `credential`, and send this
-        server's proof. Raises NotPermittedError for another role's certificate: gRPC does not report it earlier."""
-        connection(context.peer())
+    def _accept(self, name: str, context: _Context) -> None:
+        """Note the digest for `credential`, and send this server's proof. Raises NotPermittedError for another role's
+        certificate: gRPC does not report it earlier."""
         caller = self._caller(dict(context.invocation_metadata() or ()))
         if isinstance(caller, Caller):
             _credential.set(caller.credential)

@@ -20,12 +20,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
 from penstock.proto.rpc.addresses import host_id, is_local, refuse_strangers, refuse_unsafe, socket_path
 from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
-from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.token_proof import TokenVerifier
 from penstock.proto.rpc.credentials.tokens import FromFile, Tokens, read_token, read_tokens
 from penstock.proto.rpc.tls import Renewing, Tls, load_tls
 from penstock.proto.rpc.version import PROTOCOL, VERSION
 from penstock.proto.rpc.wire_errors import METADATA_MAX, detail_of, error_of, translating
+from penstock.runtime.process.open_files import connections_max
 from penstock.runtime.telemetry.counters import CallCounters
 
 __all__ = [
@@ -123,9 +123,9 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", METADATA_MAX),
     # Deadline of TLS and HTTP/2 on a new connection. With the default of two minutes silent peers would accumulate.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # Limit for a connection with a proven token and no call (connection_limits.py ends connections without a token).
-    # Daemons and training jobs always have a call under way; other callers reconnect by themselves.
-    ("grpc.max_connection_idle_ms", 300_000),
+    # A connection without a call ends, so that silent peers cannot keep others out. Daemons and training jobs always
+    # have a call under way; other callers reconnect by themselves.
+    ("grpc.max_connection_idle_ms", 10_000),
     # By default gRPC cancels calls, without a reason, when more than 1,000 wait: at random up to 3,000, and then all.
     # With 1.74 so many seldom wait, because its poller reads no more; with 1.85 a state query to 1,000 workers lost
     # answers.
@@ -215,12 +215,12 @@ async def server_aio(
     another user controls it, PortTakenError, TlsError if the certificate cannot be used."""
     refuse_strangers(listen)
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
-    connections = Connections()
     verifier = TokenVerifier(Tokens(tokens))
-    interceptor = AuthInterceptor(verifier, calls if calls is not None else CallCounters(), connections, tls)
+    interceptor = AuthInterceptor(verifier, calls if calls is not None else CallCounters(), tls)
     if _answers(listen):
         raise PortTakenError(f"{listen} is in use by another process: choose another path")
-    server = grpc.aio.server(handlers=(interceptor,), options=_SERVER_OPTIONS)
+    limit = ("grpc.max_allowed_incoming_connections", connections_max())
+    server = grpc.aio.server(handlers=(interceptor,), options=(*_SERVER_OPTIONS, limit))
     register(interceptor)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, interceptor)
@@ -244,7 +244,6 @@ async def server_aio(
     tasks = [asyncio.create_task(_renew(verifier))] if isinstance(tokens, FromFile) else []
     if socket_path(listen) is not None:  # only this user can connect to it
         return RunningServer(server, listen, status, tasks, files)
-    tasks.append(asyncio.create_task(connections.watch(port)))
     return RunningServer(server, f"{listen.rpartition(':')[0]}:{port}", status, tasks, files)
 
 

@@ -8,9 +8,9 @@ import logging
 import signal
 from collections.abc import Callable
 
-from penstock.proto.rpc.connection_limits import raise_file_limit
 from penstock.runtime.process.lifetime import Parent, become_subreaper
 from penstock.runtime.process.machine_needs import require
+from penstock.runtime.process.open_files import raise_file_limit
 from penstock.runtime.process.spare_memory import give_back_spare_memory
 from penstock.worker.daemon.daemon import Daemon
 from penstock.worker.daemon.worker_metrics import open_web
