@@ -131,8 +131,8 @@ class Files:
             put(Path(self.key), Path(pair.key).read_text())
             put(Path(self.cert), Path(pair.cert).read_text())
 
-    def load(self, name: str = "penstock") -> Tls:
-        tls = load_tls(self.ca, self.cert, self.key, name)
+    def load(self) -> Tls:
+        tls = load_tls(self.ca, self.cert, self.key, "*.penstock")
         assert tls is not None
         return tls
 
@@ -161,8 +161,8 @@ def test_mismatched_files_are_not_taken_up(
     assert held.renew()
     assert held.tls.cert == Path(late.cert).read_bytes()
     assert not held.renew()
-    of_role = Renewing(files.load("*.penstock"), "worker")
-    files.hold(pair=pki.issue("later"))
+    of_role = Renewing(files.load(), "worker")
+    files.hold(pair=pki.issue("later", "DNS:client.penstock"))
     assert not of_role.renew(), "it is no certificate of a worker"
 
 

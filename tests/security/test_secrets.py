@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from cluster import INPUTS
-from pki import Pki
+from pki import ROLES, Pki
 from tests.security.conftest import SECRETS, TOKENS, Starter, tls_flags
 
 TRAIN = """
@@ -40,13 +40,13 @@ def processes_below(*pids: int) -> list[Path]:
 
 
 def test_mutual_tls_training_shows_no_secret(start: Starter, pki: Pki, tmp_path: Path) -> None:
-    name = "penstock"
+    name = "*.penstock"
     tokens = tmp_path / "tokens"
     tokens.write_text(TOKENS)
     tokens.chmod(0o600)
-    shown = pki.issue("by-name", f"DNS:{name}")
+    shown = pki.issue("by-name", ROLES)
     state = ("--state-dir", str(tmp_path / "state"))
-    coordinator = start("penstock.appliance", *tls_flags(pki.ca, shown), *state, own=True)
+    coordinator = start("penstock.appliance", *tls_flags(pki.ca, shown, name), *state, own=True)
     worker = start.worker(coordinator.line, *tls_flags(pki.ca, shown, name), own=True)
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

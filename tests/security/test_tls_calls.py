@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from pki import Pair, Pki
+from pki import ROLES, Pair, Pki
 from tests.security.conftest import SECRETS, Starter, tls_flags
 
 from penstock.proto.errors import PenstockError, TlsError
@@ -66,10 +66,10 @@ def test_without_a_ca_callers_need_no_certificate(one_way: str, pki: Pki, pair: 
 
 
 def test_expected_name_may_differ_from_address(start: Starter, pki: Pki, pair: Pair) -> None:
-    elsewhere = pki.issue("elsewhere", "DNS:penstock")
+    elsewhere = pki.issue("elsewhere", ROLES)
     address = start.coordinator(*tls_flags(pki.ca, elsewhere)).line
-    ask(address, load_tls(pki.ca, pair.cert, pair.key, "penstock"))
-    for name, expected in (("", "the address that was called"), ("other", "tls_name=other")):
+    ask(address, load_tls(pki.ca, pair.cert, pair.key, "*.penstock"))
+    for name, expected in (("", "the address that was called"), ("*.other", "tls_name=*.other with its role for *")):
         for error in errors_of(address, load_tls(pki.ca, pair.cert, pair.key, name)):
             assert isinstance(error, TlsError)
             assert f"{address} shows a certificate for another name than {expected}" in error.message

@@ -14,11 +14,16 @@ from penstock.proto.rpc.tls import load_tls
 
 
 def test_good_files_are_taken_and_no_key_is_shown(pki: Pki, pair: Pair) -> None:
-    tls = load_tls(pki.ca, pair.cert, pair.key, "penstock")
+    tls = load_tls(pki.ca, pair.cert, pair.key, "*.penstock")
     assert tls is not None
     assert tls.key == Path(pair.key).read_bytes()
     assert "PRIVATE" not in repr(tls)
     assert tls.for_server() is tls.for_client() is tls
+
+
+def test_one_name_for_all_roles_is_refused(pki: Pki, pair: Pair) -> None:
+    with pytest.raises(TlsError, match=r"tls_name=penstock must contain a \* for the other end's role"):
+        load_tls(pki.ca, pair.cert, pair.key, "penstock")
 
 
 def test_server_needs_certificate_and_client_a_ca(pki: Pki, pair: Pair) -> None:

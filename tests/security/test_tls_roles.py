@@ -54,6 +54,13 @@ def test_token_needs_a_certificate_of_its_role(address: str, pki: Pki, pairs: di
             words = rf"RegisterWorker needs a certificate for worker\.penstock .*, got one for {role}\.penstock"
             with pytest.raises(NotPermittedError, match=words):
                 asyncio.run(register(address, tls_of(pki, pairs[role])))
+    for kind in ("URI:admin.penstock", "email:admin.penstock@admin.penstock", "DNS:worker.penstock,URI:admin.penstock"):
+        named = tls_of(pki, pki.issue("named", kind))
+        with (
+            CoordinatorClient(address, SECRETS["admin"], tls=named) as admin,
+            pytest.raises(NotPermittedError, match=r"Status needs a certificate for admin\.penstock"),
+        ):
+            admin.status()
     with (
         CoordinatorClient(address, SECRETS["client"], tls=tls_of(pki, pairs["worker"])) as client,
         pytest.raises(NotPermittedError, match=r"PutBlob needs a certificate for client\.penstock"),
@@ -73,7 +80,6 @@ def test_server_must_have_the_name_of_its_role(pki: Pki, pairs: dict[str, Pair])
         with pytest.raises(TlsError, match=rf"must be for the name {serves}\.penstock"):
             tls_of(pki, pairs[role]).check_own(serves)
         tls_of(pki, pairs[serves]).check_own(serves)
-        tls_of(pki, pairs[role], "penstock").check_own(serves)
 
 
 def hello(address: str, tls: Tls) -> bytes:

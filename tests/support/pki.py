@@ -10,6 +10,8 @@ from pathlib import Path
 __all__ = ["Pair", "Pki"]
 
 CA_KEY = "keyUsage=critical,keyCertSign,cRLSign"
+ROLES = ",".join(f"DNS:{role}.penstock" for role in ("coordinator", "worker", "client", "admin"))
+LOCAL = f"DNS:localhost,IP:127.0.0.1,{ROLES}"
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
 
 
@@ -31,7 +33,7 @@ class Pki:
         self._authority = self._made("ca", "-x509", "-subj", "/CN=tests", "-addext", CA_KEY)
         self.ca = self._authority.cert
 
-    def issue(self, name: str, alternatives: str = "DNS:localhost,DNS:penstock,IP:127.0.0.1", days: int = 2) -> Pair:
+    def issue(self, name: str, alternatives: str = LOCAL, days: int = 2) -> Pair:
         """A certificate that the CA has signed; with negative `days` it has expired."""
         request = self.folder / f"{name}.csr"
         extensions = self.folder / f"{name}.ext"

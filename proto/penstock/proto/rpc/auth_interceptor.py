@@ -40,7 +40,8 @@ _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"
 """Method of the health check, which needs no token. Watch is refused: any caller could leave that stream open."""
 _Context = grpc.aio.ServicerContext[Any, Any]
-_SHOWN_NAMES = "x509_subject_alternative_name"
+_SHOWN_NAMES = "peer_dns"
+"""Property of a call with the DNS names of its certificate, and not its other ones, such as a URI or an e-mail."""
 _SAME = "install the same release on both ends"
 MAX_SHOWN = 200
 
@@ -54,7 +55,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
     def __init__(self, verifier: TokenVerifier, calls: CallCounters, tls: Tls | None = None) -> None:
         self._verifier = verifier
         self._calls = calls
-        self._tls = tls if tls is not None and tls.ca and tls.by_role else None
+        self._tls = tls if tls is not None and tls.ca and tls.name else None
         self._large = LargeRequests()
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 

@@ -1,9 +1,10 @@
 """TLS: the certificate files of this process, checks of them, and the reasons why another process refuses them.
 
 Every process has four settings: `ca`, the CA of the other end's certificate; `cert` and `key`, this end's; `name`, the
-name expected in the other end's certificate instead of its address. A `*` in it stands for the other end's role:
-*.penstock means coordinator.penstock, worker.penstock, client.penstock (a job) or admin.penstock (an operator). A
-coordinator needs cert and key, and requests certificates if it has a ca; a job or command needs the ca; a worker all.
+DNS name expected in the other end's certificate instead of its address. The `*` in it stands for the other end's role:
+*.penstock means coordinator.penstock, worker.penstock, client.penstock (a job) or admin.penstock (an operator). With
+one name for all, a worker could pose as the coordinator. A coordinator needs cert and key, and requests certificates if
+it has a ca; a job or command needs the ca; a worker all.
 
 Files are read at the start, at each connection, and after a client's failed call (`Renewing`). New ones are checked by
 a handshake of this process with itself, because OpenSSL reliably detects a wrong key or an expired certificate. Errors
@@ -50,24 +51,19 @@ class Tls:
     cert: bytes = field(default=b"", repr=False)
     key: bytes = field(default=b"", repr=False)
 
-    @property
-    def by_role(self) -> bool:
-        """True if certificates name the role of their owner: `name` contains a "*"."""
-        return "*" in self.name
-
     def expected(self, role: str) -> str:
         """Name that the certificate of an end in this role must have; "": the address that was called."""
         return self.name.replace("*", role)
 
     def check_own(self, role: str) -> None:
         """Raise TlsError if certificates name roles and this process's own does not name `role`."""
-        if self.by_role and self.expected(role) not in dns_names(_rehearse(self)):
+        if self.name and self.expected(role) not in dns_names(_rehearse(self)):
             wanted = f"the name {self.expected(role)} (tls_name={self.name})"
             raise TlsError(f"tls_cert={self.cert_file} must be for {wanted}: make one (docs/security.md)")
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
         """Return those of `roles` for which a certificate with these names is valid: all if they do not name roles."""
-        if not self.by_role:
+        if not self.name:
             return frozenset(roles)
         shown = set(names)
         return frozenset(role for role in roles if self.expected(role) in shown)
@@ -110,6 +106,11 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
         if name:
             raise TlsError(f"tls_name={name} also needs tls_ca: pass --tls-ca")
         return None
+    if name and "*" not in name:
+        raise TlsError(
+            f"tls_name={name} must contain a * for the other end's role, such as *.penstock: make a certificate for "
+            "each role (docs/security.md)"
+        )
     if bool(cert) != bool(key):
         has, lacks = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
         raise TlsError(f"{has}={cert or key} needs {lacks} too: pass a certificate and its key together")
@@ -295,7 +296,7 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:
             expected = f"tls_name={tls.name}" if tls.name else "the address that was called"
-            expected += " with its role for *" if tls.by_role else ""
+            expected += " with its role for *" if tls.name else ""
             return TlsError(f"{what} shows a certificate for another name than {expected}: pass --tls-name NAME")
         if error.verify_code in _UNKNOWN_CA:
             return TlsError(f"{what} shows a certificate that is not signed by tls_ca={tls.ca_file}: pass its CA")
