@@ -26,11 +26,10 @@ import torch
 from PIL import Image
 
 from penstock.data import MDSWriter, StreamingDataset, StreamingLoader, VideoClip
-from penstock.data.formats.media.images import decode_jpeg_array, decode_png_array
+from penstock.data.formats.media.images import decode_image_array
 
 __all__ = ["main", "photo"]
 
-DECODERS = {"JPEG": decode_jpeg_array, "PNG": decode_png_array}
 KINDS = [("JPEG", "RGB"), ("JPEG", "L"), *(("PNG", mode) for mode in ("RGB", "RGBA", "L", "P", "I;16"))]
 SIZES = (64, 256, 1024)
 BATCH = 32
@@ -65,7 +64,7 @@ def _processor_us(work: Callable[[], object], repeats: int) -> float:
 def decoding(rounds: int) -> Iterator[tuple[str, ...]]:
     for form, mode in KINDS:
         for size in SIZES:
-            file, decode = photo(form, mode, size), DECODERS[form]
+            file, decode = photo(form, mode, size), decode_image_array
             assert np.array_equal(decode(file, 0, len(file)), pillow(form, file))
             repeats = max(2, (1 << 20) // size**2)
             pairs = [
@@ -102,7 +101,7 @@ def _pooled(files: list[bytes], decode: Callable[[bytes, int, int], Any], pool: 
 
 
 def threads(rounds: int) -> Iterator[tuple[str, ...]]:
-    for form in DECODERS:
+    for form in ("JPEG", "PNG"):
         for size in SIZES[:2]:
             count = BATCH * (64 if size == 64 else 8)
             with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
@@ -111,7 +110,7 @@ def threads(rounds: int) -> Iterator[tuple[str, ...]]:
                 for _ in range(rounds):
                     loaders = [StreamingLoader(dataset, batch_size=BATCH, fetch_threads=number) for number in THREADS]
                     rates.append([_rate(iter(loader), count) for loader in loaders])
-                    rates[-1].append(_rate(_pooled([file] * count, DECODERS[form], pool), count))
+                    rates[-1].append(_rate(_pooled([file] * count, decode_image_array, pool), count))
                 dataset.close()
             ratios = [statistics.median(rate[at] / rate[0] for rate in rates) for at in range(len(THREADS) + 1)]
             first = statistics.median(rate[0] for rate in rates)

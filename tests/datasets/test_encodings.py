@@ -195,10 +195,23 @@ def test_pickles_are_opened_only_for_who_asks() -> None:
     reader.close()
 
 
-@pytest.mark.parametrize(("name", "form"), [("jpeg", "PNG"), ("jpeg", "EPS"), ("png", "JPEG"), ("png", "TIFF")])
-def test_image_of_another_format_is_not_opened(name: str, form: str) -> None:
-    """PIL would: for an EPS it starts Ghostscript."""
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000"])
+@pytest.mark.parametrize("name", ["jpeg", "png"])
+def test_an_image_is_what_its_bytes_are(name: str, form: str) -> None:
     file = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(file, form)
-    with pytest.raises(UnidentifiedImageError):
-        encoding_of(name).decode(file.getvalue(), 0, len(file.getvalue()))
+    Image.linear_gradient("L").convert("RGB").save(file, form)
+    image = encoding_of(name).decode(file.getvalue(), 0, len(file.getvalue()))
+    assert image.format == form
+    decode = encoding_of(name).decode_array
+    assert decode is not None
+    assert np.array_equal(decode(file.getvalue(), 0, len(file.getvalue())), np.asarray(Image.open(file)))
+
+
+def test_image_of_a_dangerous_format_is_not_opened() -> None:
+    """PIL would start Ghostscript."""
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(file, "EPS")
+    with pytest.raises(
+        UnidentifiedImageError, match=r"must be an image, got \d+ bytes that begin with b'%!PS-Adobe-3.0"
+    ):
+        encoding_of("jpeg").decode(file.getvalue(), 0, len(file.getvalue()))

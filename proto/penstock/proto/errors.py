@@ -84,6 +84,11 @@ class ShardCorruptError(DatasetError):
     the file, the expected and the found value."""
 
 
+class SampleCorruptError(ShardCorruptError):
+    """Error for a sample whose bytes were read and cannot be decoded, such as a truncated image. The message names the
+    file, the sample and the cause. `skip_failures` and `repair` of StreamingDataset go on without it."""
+
+
 class ShardUnavailableError(DatasetError):
     """Error for a file of a dataset that could not be fetched in time, or for a cache folder that cannot be used. The
     message names the file or folder, and the last reason."""
@@ -301,7 +306,14 @@ _BY_STATUS: dict[str, tuple[type[PenstockError], ...]] = {
     ),
     "INTERNAL": (JournalError,),
     "RESOURCE_EXHAUSTED": (BatchTooLargeError, MemoryLimitError, OverloadedError),
-    "DATA_LOSS": (BatchCorruptError, ShardCorruptError, StateCorruptError, ReplayMismatchError, CheckpointCorruptError),
+    "DATA_LOSS": (
+        BatchCorruptError,
+        ShardCorruptError,
+        SampleCorruptError,
+        StateCorruptError,
+        ReplayMismatchError,
+        CheckpointCorruptError,
+    ),
     "OUT_OF_RANGE": (StateUnavailableError,),
     "NOT_FOUND": (
         SnapshotExpiredError,

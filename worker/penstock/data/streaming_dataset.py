@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import sys
+import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, Literal, Self, SupportsIndex
 import numpy as np
 import torch.utils.data
 
-from penstock.data.arguments import byte_count, column_names
+from penstock.data.arguments import byte_count, column_names, whole
 from penstock.data.batch_columns import Columns, ColumnSource, by_number, joined
 from penstock.data.cache.dataset_versions import Version, check_version, open_version
 from penstock.data.cache.decode_ahead import DecodeAhead
@@ -31,8 +32,10 @@ from penstock.data.formats.format_table import reads_by_column
 from penstock.data.formats.index import SPLITS_NOTE, file_notes
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.media.clips import AudioClip, VideoClip, check_clips
+from penstock.data.formats.media.images import ImageError, load_images
 from penstock.data.formats.parquet.shards import PARQUET
 from penstock.data.formats.parquet.table_files import TABLE_FILE
+from penstock.data.formats.raw_files import CORRECT
 from penstock.data.formats.readers import check_columns, open_part, open_shard
 from penstock.data.formats.records.energon_folder import check_current, check_indexed
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of
@@ -44,7 +47,7 @@ from penstock.data.indexes.order_layout import OrderLayout, joint_fingerprint
 from penstock.data.indexes.shard_table import ShardTable
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
-from penstock.data.stop_iteration import stop_iteration_error
+from penstock.data.stop_iteration import forbid_stop_iteration, stop_iteration_error
 from penstock.data.streams import (
     Stream,
     check_weights,
@@ -56,7 +59,13 @@ from penstock.data.streams import (
     stream_names,
     with_plain_values,
 )
-from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError, SnapshotExpiredError
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    SampleCorruptError,
+    ShardUnavailableError,
+    SnapshotExpiredError,
+)
 
 LISTED_BOUNDS = 1 << 14
 """Most opened pieces whose first samples are kept in a list, which is searched faster than an array."""
@@ -96,6 +105,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         decoded_limit: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         version: int | Literal["newest"] | None = None,
+        skip_failures: int = 0,
+        repair: Callable[[int, SampleCorruptError], Any] | None = None,
     ) -> None:
         """
         Args:
@@ -126,6 +137,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             version: number of the version to read, if the dataset has versions (docs/datasets.md). None: the newest, or
                 that of the state which a StreamingLoader loads. "newest": the same, but with a state between two epochs
                 the loader stays at the newest version.
+            skip_failures: most samples in a row that loaders leave out of a batch because their bytes cannot be
+                decoded, such as broken images; with a warning, and counted in the state. Their order stays the same,
+                and a batch has fewer rows; one without a row is an error. A file that cannot be read is never skipped.
+            repair: function from the number of such a sample and its error to the sample that comes in its place. It
+                must always give the same. With either of the two, images are decoded when a sample is read.
 
         Raises:
             ShardUnavailableError: an index cannot be fetched.
@@ -141,6 +157,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         given = tuple(streams) or (Stream(remote, local, split, storage_options=storage_options or {}),)
         self.streams = tuple(with_plain_values(number, stream) for number, stream in enumerate(given))
         check_weights(self.streams)
+        self.skip_failures, self._repair = whole("skip_failures", skip_failures), repair
+        if self.skip_failures < 0 or (repair is not None and (self.skip_failures or not callable(repair))):
+            raise InvalidArgumentError(
+                f"give either skip_failures, at least 0, or repair, a function, got {skip_failures} and {repair!r:.100}"
+            )
         limit = byte_count("cache_limit", cache_limit)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
         remotes = [remote_of(stream) for stream in self.streams]
@@ -306,8 +327,44 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         if several is not None:
             return self._read_many(np.array(several, np.int64))
         at = one_number(index, len(self), self.name)
+        if self._is_tolerant:
+            return self._read_tolerantly(at)
         shard = bisect_right(self._starts, at) - 1
         return self._open.get(shard, self._opened)[at - self._starts[shard]]
+
+    @property
+    def _is_tolerant(self) -> bool:
+        return self.skip_failures > 0 or self._repair is not None
+
+    def _read_tolerantly(self, at: int) -> Any:
+        """Return a sample, with its images decoded, or what `repair` gives for it."""
+        shard = bisect_right(self._starts, at) - 1
+        row = at - self._starts[shard]
+        try:
+            return self._with_images(self._open.get(shard, self._opened)[row], shard, row)
+        except SampleCorruptError as error:
+            if self._repair is None:
+                raise
+            warnings.warn(f"{self.name}: sample {at} is repaired: {error.message}", stacklevel=4)
+            with forbid_stop_iteration(f"repair for sample {at}"):
+                return self._repair(at, error)
+
+    def _with_images(self, sample: dict[str, Any], number: int, row: int) -> dict[str, Any]:
+        try:
+            load_images(sample)
+        except ImageError as error:
+            raise SampleCorruptError(f"{self._place(number, row)}, {error}. {CORRECT}") from error
+        return sample
+
+    def place_of(self, index: int) -> str:
+        """Return the file of a sample, and its number in it, for errors."""
+        number = bisect_right(self._starts, index) - 1
+        return self._place(number, index - self._starts[number])
+
+    def _place(self, number: int, row: int) -> str:
+        _, shard, part = self._file(number)
+        first = sum(shard.parts[:part]) if part is not None else 0
+        return f"{self._open.get(number, self._opened).name}: sample {first + row}"
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[dict[str, Any]]:
         return self.get_many(np.array(many_numbers(list(indices), len(self), self.name), np.int64))
@@ -322,6 +379,17 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return self._read_many(samples)
 
     def _read_many(self, samples: Ints) -> list[dict[str, Any]]:
+        if not self._is_tolerant:
+            return self._read_bulk(samples)
+        try:
+            found = self._read_bulk(samples)
+            for number, sample in zip(samples.tolist(), found, strict=True):
+                self._with_images(sample, shard := bisect_right(self._starts, number) - 1, number - self._starts[shard])
+            return found
+        except SampleCorruptError:
+            return [self._read_tolerantly(number) for number in samples.tolist()]
+
+    def _read_bulk(self, samples: Ints) -> list[dict[str, Any]]:
         shards = np.searchsorted(self._units.bounds, samples, side="right") - 1
         offsets = samples - self._units.bounds[shards]
         get, opened = self._open.get, self._opened

@@ -97,7 +97,7 @@ CODES = (
     ExitCode(
         28,
         "a dataset cannot be fetched or read",
-        "DatasetError ShardCorruptError ShardUnavailableError SnapshotExpiredError",
+        "DatasetError ShardCorruptError SampleCorruptError ShardUnavailableError SnapshotExpiredError",
     ),
     ExitCode(DIFFERS, "a restored loader yields other batches", "ReplayMismatchError"),
     ExitCode(CANNOT_SAVE, "doctor: the loader streams, but cannot be saved as it is"),

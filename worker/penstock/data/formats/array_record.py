@@ -12,7 +12,7 @@ from typing import Any
 from penstock.data.formats.raw_files import check_samples, open_file
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
-from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.proto.errors import DatasetError, SampleCorruptError, ShardCorruptError
 
 OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 """The library reads nothing ahead, and starts no threads, which a forked child would lack."""
@@ -102,7 +102,7 @@ class ArrayRecordReader:
         try:
             return example_of(record)
         except ValueError as error:
-            raise ShardCorruptError(
+            raise SampleCorruptError(
                 f"{self.name}: sample {index} must be a tf.train.Example: {error}. Index the folder with "
                 'format="array_record-bytes" to read any bytes'
             ) from error

@@ -247,13 +247,13 @@ def _images(one: Encoding, encode: images.Encode) -> Encoding:
 
 
 _PIL = _image(images.decode_raw, images.encode_raw, decode_file=images.raw_to_png)
-_JPEG = _image(images.decode_jpeg, images.encode_jpeg, images.decode_jpeg_array)
-_PNG = _image(images.decode_png, images.encode_png, images.decode_png_array)
+_JPEG = _image(images.decode_image, images.encode_jpeg, images.decode_image_array)
+_PNG = _image(images.decode_image, images.encode_png, images.decode_image_array)
 _JPEG_ARRAY = Encoding(
     None,
-    images.file_list_decoder(images.decode_jpeg),
+    images.file_list_decoder(images.decode_image),
     images.encode_files,
-    images.file_list_decoder(images.decode_jpeg_array),
+    images.file_list_decoder(images.decode_image_array),
     images.file_list_decoder(as_bytes),
 )
 

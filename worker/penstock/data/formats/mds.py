@@ -87,7 +87,7 @@ class MDSReader(SampleFile):
                 values[column] = decode(record, at, end)
                 at = end
             return values
-        except DatasetError:  # a package for this type is missing
+        except (DatasetError, MemoryError):  # DatasetError: a package for this type is missing
             raise
         except Exception as error:
-            self._undecodable(index, column, error)
+            self._undecodable(index, error, column)

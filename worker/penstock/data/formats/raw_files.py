@@ -18,9 +18,10 @@ import numpy as np
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.shards import StoredFile
-from penstock.proto.errors import ShardCorruptError
+from penstock.proto.errors import SampleCorruptError, ShardCorruptError
 
 WRITE = "Write the file again, or fetch it again"
+CORRECT = "Correct the sample, or go on without it by skip_failures or repair of StreamingDataset"
 
 
 class SampleFile:
@@ -93,10 +94,13 @@ class SampleFile:
     def _corrupt(self, index: int, why: str, remedy: str = WRITE) -> NoReturn:
         raise ShardCorruptError(f"{self.name}: sample {self._first + index} {why}. {remedy}")
 
-    def _undecodable(self, index: int, column: str, error: Exception) -> NoReturn:
-        where = f"sample {index}, column {column!r}" if column else f"sample {index}"
-        why = f"the stored bytes must be a valid value: {type(error).__name__}: {error}"
-        raise ShardCorruptError(f"{self.name}: {where}: {why}. {WRITE}") from error
+    def _undecodable(self, index: int, why: str | Exception, column: str = "", remedy: str = CORRECT) -> NoReturn:
+        """Raise SampleCorruptError: the bytes are those that were written, and no valid sample."""
+        where = f"{self.name}: sample {self._first + index}" + (f", column {column!r}" if column else "")
+        if isinstance(why, Exception):
+            text = f"{where}: the stored bytes must be a valid value: {type(why).__name__}: {why}. {remedy}"
+            raise SampleCorruptError(text) from why
+        raise SampleCorruptError(f"{where} {why}. {remedy}")
 
 
 def truncated(name: str, left: int, size: int, begin: int) -> ShardCorruptError:

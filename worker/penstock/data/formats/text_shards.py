@@ -54,7 +54,7 @@ class JSONReader(_TextReader):
             if not isinstance(sample, dict):
                 raise ValueError(f"the line must be a JSON object, got {type(sample).__name__}")
         except Exception as error:
-            self._undecodable(index, "", error)
+            self._undecodable(index, error)
         return sample
 
 
@@ -80,5 +80,5 @@ class XSVReader(_TextReader):
             for (column, decode), part in zip(self._columns, parts, strict=True):
                 sample[column] = decode(part)
         except Exception as error:
-            self._undecodable(index, column, error)
+            self._undecodable(index, error, column)
         return sample

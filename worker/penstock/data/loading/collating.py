@@ -4,7 +4,8 @@ rows."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,37 @@ def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[An
 def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     with forbid_stop_iteration("the collate_fn"):
         return collate_fn(samples)
+
+
+@contextmanager
+def naming_rows(found: list[Any] | Columns, rows: Callable[[], str], place_of: Callable[[int], str]) -> Iterator[None]:
+    """Let errors of a collate function in the block say which rows it got. `found`: the samples, or their columns;
+    `rows`: names them all; `place_of`: names one by its index. A null becomes a DatasetError: torch's says only that it
+    cannot infer a dtype."""
+    try:
+        yield
+    except Exception as error:
+        null = _first_null(found) if isinstance(error, TypeError) else None
+        if null is not None:
+            column, index = null
+            raise DatasetError(
+                f"{place_of(index)}: column {column!r} is null, and the collate_fn makes no batch of it. Give "
+                f"StreamingDataset fill={{{column!r}: ...}}, leave the column out by columns=, or write a collate_fn"
+            ) from error
+        error.add_note(f"raised for a batch of {rows()}")
+        raise
+
+
+def _first_null(found: list[Any] | Columns) -> tuple[str, int] | None:
+    """Return (column, index of the sample) of a null."""
+    if isinstance(found, dict):
+        lists = ((name, values) for name, values in found.items() if isinstance(values, list))
+        return next(((name, values.index(None)) for name, values in lists if None in values), None)
+    for index, sample in enumerate(found):
+        for name, value in sample.items() if isinstance(sample, Mapping) else ():
+            if value is None:
+                return str(name), index
+    return None
 
 
 def may_draw(collate_fn: Callable[[list[Any]], Any]) -> bool:

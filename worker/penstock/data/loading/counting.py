@@ -76,6 +76,12 @@ class CountedBatch(NamedTuple):
 
     batch: Any
     counted: dict[Group, Row]
+    rows: Sequence[int] | None = None
+    """Rows of the plan that the batch has; None: all."""
+
+
+class LeftOut:
+    """Stands, as a class, for a sample that was left out, until its batch is counted and collated."""
 
 
 class SampleCounter:
@@ -239,7 +245,12 @@ class LoaderCounts:
     """Counts of a loader's samples up to its position. `shares`: of each source, in millionths of the samples or of the
     tokens; the other is 0."""
 
-    def __init__(self, counts: Counts | None, shares: Mapping[str, tuple[int, int]] | None = None) -> None:
+    def __init__(
+        self, counts: Counts | None, shares: Mapping[str, tuple[int, int]] | None = None, *, skips: bool = False
+    ) -> None:
+        """skips: samples may be left out, which must be counted in any case."""
+        if counts is None and skips:
+            counts = Counts()
         if counts is not None and not isinstance(counts, Counts):
             raise InvalidArgumentError(f"counts must be a penstock.data.Counts or None, got {type(counts).__name__}")
         self.counter = None if counts is None else SampleCounter(counts)

@@ -118,7 +118,7 @@ class MapLoader(PositionLoader):
             "tail": tail,
         }
         self.dataset = dataset
-        own_counts = LoaderCounts(counts)
+        own_counts = LoaderCounts(counts, skips=getattr(dataset, "skip_failures", 0) > 0)
         own_samples = not (columns_match_samples(dataset) or draws_nothing(dataset))
         own_samples |= getattr(dataset, "clips_draw", False) is True
         reader = MapReader(

@@ -4,20 +4,35 @@ sample. Generators are seeded for each sample from seed and position (keyed_rand
 from __future__ import annotations
 
 import operator
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from penstock.data.batch_columns import Columns, columns_match_samples
-from penstock.data.loading.collating import checked_collate, collate_columns, collates_as_torch, empty_batch, may_draw
+from penstock.data.loading.collating import (
+    checked_collate,
+    collate_columns,
+    collates_as_torch,
+    empty_batch,
+    may_draw,
+    naming_rows,
+)
 from penstock.data.loading.columns_ahead import ColumnsAhead
-from penstock.data.loading.counting import CountedBatch, SampleCounter
+from penstock.data.loading.counting import CountedBatch, LeftOut, SampleCounter, skipped_rows
 from penstock.data.loading.keyed_random import Generators, Seeds, seeds_of
 from penstock.data.ordering.epoch_plan import BatchPlan
 from penstock.data.ordering.permutation import Ints
 from penstock.data.stop_iteration import stop_iteration_error
-from penstock.proto.errors import DatasetError
-from penstock.proto.state.counts import cut_name
+from penstock.proto.errors import DatasetError, SampleCorruptError
+from penstock.proto.state.counts import cut_name, merged_rows
 from penstock.proto.state.generators import derive_seed
+
+MOST_NAMED = 64
+"""Samples of a batch that an error names."""
 
 
 class MapReader:
@@ -48,6 +63,7 @@ class MapReader:
         self._key = derive_seed(seed, "sample") if seeds_samples else None
         self._collate_key = derive_seed(seed, "collate") if seeds_collate else None
         self._many, self._counter = many, counter
+        self._skip_failures: int = getattr(dataset, "skip_failures", 0)
         self._found: Generators | None = None
         self.draws_nothing = not ((own_samples and self._key is None) or (own_collate and self._collate_key is None))
         """True if batches neither depend on the process's random generators nor change them."""
@@ -70,10 +86,39 @@ class MapReader:
         return self._key is not None or self._collate_key is not None
 
     def samples(self, plan: BatchPlan) -> list[Any]:
+        """Return the samples, with `LeftOut` in the place of those that `skip_failures` leaves out."""
         if self._key is None:
-            return self._all(plan)
+            return self._rows(plan)
         with self._generators.undisturbed():
-            return self._each(plan, self._key)
+            return self._rows(plan)
+
+    def _rows(self, plan: BatchPlan) -> list[Any]:
+        try:
+            return self._read(plan)
+        except SampleCorruptError:
+            if not self._skip_failures:
+                raise
+        return self._tolerated(plan)
+
+    def _tolerated(self, plan: BatchPlan) -> list[Any]:
+        found: list[Any] = []
+        failed = 0
+        for row in range(len(plan.ids)):
+            own = slice(row, row + 1)
+            try:
+                found += self._read(plan._replace(ids=plan.ids[own], positions=plan.positions[own]))
+                failed = 0
+            except SampleCorruptError as error:
+                failed += 1
+                if failed > self._skip_failures or failed == len(plan.ids):  # a batch needs a row
+                    raise
+                where = f"{self.name}: {self._sample_position(plan, row)}"
+                warnings.warn(f"{where} is left out: {error.message}", stacklevel=4)
+                found.append(LeftOut)
+        return found
+
+    def _read(self, plan: BatchPlan) -> list[Any]:
+        return self._all(plan) if self._key is None else self._each(plan, self._key)
 
     def columns_ahead(self) -> ColumnsAhead:
         return ColumnsAhead(self.dataset)
@@ -93,7 +138,7 @@ class MapReader:
         if not self.reseeds:
             return self._collated(plan, self.read(plan, ahead, plans))
         with self._generators.undisturbed():
-            return self._seeded(plan, self._all(plan) if self._key is None else self._each(plan, self._key))
+            return self._seeded(plan, self._rows(plan))
 
     def collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
         """Collate what `read` returned, with generators seeded from the batch's first position."""
@@ -109,13 +154,37 @@ class MapReader:
 
     def _collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
         if isinstance(found, dict):
-            return collate_columns(found)
-        if self._counter is None:
-            return empty_batch(self.collate, found[0]) if plan.empty else self.collate(found)
+            with self._naming_rows(plan, plan.ids, found):
+                return collate_columns(found)
+        rows = None
+        if self._skip_failures and any(sample is LeftOut for sample in found):
+            rows = [row for row, sample in enumerate(found) if sample is not LeftOut]
+            found = [found[row] for row in rows]
         if plan.empty:
-            return CountedBatch(empty_batch(self.collate, found[0]), {})
-        counted = self._counter.count(found, self.sources(plan.ids))
-        return CountedBatch(self.collate(found), counted)
+            batch = empty_batch(self.collate, found[0])
+            return batch if self._counter is None else CountedBatch(batch, {})
+        if self._counter is None:
+            with self._naming_rows(plan, plan.ids, found):
+                return self.collate(found)
+        ids = plan.ids if rows is None else plan.ids[rows]
+        counted = self._counter.count(found, self.sources(ids))
+        if rows is not None:
+            left_out = np.delete(plan.ids, rows)
+            skipped = Counter(self.sources(left_out) or {"": len(left_out)})
+            counted = merged_rows([counted, skipped_rows(skipped)])
+        with self._naming_rows(plan, ids, found):
+            return CountedBatch(self.collate(found), counted, rows)
+
+    def _naming_rows(self, plan: BatchPlan, ids: Ints, found: list[Any] | Columns) -> AbstractContextManager[None]:
+        def rows() -> str:
+            numbers = ", ".join(map(str, ids[:MOST_NAMED].tolist())) + (", ..." if len(ids) > MOST_NAMED else "")
+            return f"the samples {numbers} of {self.name} (epoch {plan.epoch})"
+
+        def place_of(index: int) -> str:
+            place = getattr(self.dataset, "place_of", lambda number: f"{self.name}: sample {number}")
+            return str(place(int(ids[index])))
+
+        return naming_rows(found, rows, place_of)
 
     def sources(self, numbers: Ints) -> Sequence[str] | None:
         """Return each sample's source by `sources_of` of the dataset, if it has it."""

@@ -279,11 +279,11 @@ class _Epoch(Iterator[Any]):
             if self._fetcher is None
             else self._fetcher.take(loader._done)
         )
-        counted = None
+        counted = kept = None
         if loader._counts.tally is not None:
-            batch, counted = batch
+            batch, counted, kept = batch
         if loader._key_field is not None:
-            rows = range(0 if plan.empty else len(plan.ids))
+            rows = range(0 if plan.empty else len(plan.ids)) if kept is None else kept
             positions = [plan.position_of(row, loader._epochs.length) for row in rows]
             try:
                 batch = with_keys(batch, loader._key_field, [loader._keys.key(*progress) for progress in positions])

@@ -166,7 +166,7 @@ class StreamingLoader(PositionLoader):
         )
         wanted = zip(dataset.stream_names, shares, strict=True)
         millionths = {cut_name(name): (round(1e6 * share / sum(shares)), 0) for name, share in wanted}
-        own_counts = LoaderCounts(counts, millionths)
+        own_counts = LoaderCounts(counts, millionths, skips=dataset.skip_failures > 0)
         reader = MapReader(
             dataset,
             type(dataset).__qualname__,

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from penstock.data.arguments import at_least_one, whole
-from penstock.data.loading.collating import checked_collate, empty_batch, may_draw, without_rows
+from penstock.data.loading.collating import checked_collate, empty_batch, may_draw, naming_rows, without_rows
 from penstock.data.loading.counting import Counts, LoaderCounts, skipped_rows
 from penstock.data.loading.keyed_random import seeded
 from penstock.data.loading.loader import Loader
@@ -19,7 +19,7 @@ from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balance import Balance, Imbalance
 from penstock.data.ordering.order_states import NUMBER_LIMIT, OrderProgress, Topology, check_format, differences
 from penstock.data.ordering.partition import APART, Partition
-from penstock.data.sharded.layers.layer import is_keyed
+from penstock.data.sharded.layers.layer import is_keyed, leaves_out
 from penstock.data.sharded.layers.packed_rows import collate_packed
 from penstock.data.sharded.mixture_changes import (
     CHANGES,
@@ -116,7 +116,7 @@ class ShardLoader(Loader):
         """
         identity = WorkerIdentity.now(rank)
         batch = global_batch(batch_size, global_batch_size, identity.boxes, unbatched=unbatched)
-        super().__init__("ShardLoader", identity, batch, keys, LoaderCounts(counts), balance)
+        super().__init__("ShardLoader", identity, batch, keys, LoaderCounts(counts, skips=leaves_out(source)), balance)
         self._code = source
         self._changes: list[MixtureChange] = []
         """Ordered by an operator. `_present`: now in force; `_history`: for saved states; `_assigned`: as sent."""
@@ -414,13 +414,21 @@ class ShardLoader(Loader):
         values = [held.sample for held in samples]
         counted = {} if self._counts.counter is None else counted_samples(self._counts.counter, samples)
         if samples:
-            make = partial(self._collate, values)
+            make = partial(self._collated, values, self._share)
         else:
             make = partial(self._empty, self._share.template())
         batch = make() if self._collate_key is None else seeded(make, self._collate_key, *self._share.first_row())
         if self._key_field is None:
             return batch, counted
         return with_keys(batch, self._key_field, [held.key or "" for held in samples]), counted
+
+    def _collated(self, samples: list[Any], share: WorkerShare) -> Any:
+        def rows() -> str:
+            epoch, shard, index = share.first_row()
+            return f"{len(samples)} samples, of which the first is sample {index} of shard {shard} (epoch {epoch})"
+
+        with naming_rows(samples, rows, lambda index: f"sample {index} of a batch of {rows()}"):
+            return self._collate(samples)
 
     def _empty(self, sample: Any) -> Any:
         return without_rows(sample) if self._collate is _only else empty_batch(self._collate, sample)

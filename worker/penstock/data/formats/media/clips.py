@@ -15,8 +15,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.data.arguments import at_least_one
+from penstock.data.formats.raw_files import CORRECT
 from penstock.data.formats.shards import BlockReader, ShardReader, rows_of
-from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, SampleCorruptError
 
 if TYPE_CHECKING:  # processes that only convert datasets have no use for torch
     import torch
@@ -252,9 +253,9 @@ def _invalid(where: str, error: InvalidPositions) -> DatasetError:
 
 def _damaged(where: str, error: Exception) -> NoReturn:
     what = str(error).strip().splitlines()
-    raise ShardCorruptError(
+    raise SampleCorruptError(
         f"{where}: the stored bytes must be a video or sound that FFmpeg decodes: {type(error).__name__}: "
-        f"{what[0] if what else ''}. Write the dataset again"
+        f"{what[0] if what else ''}. {CORRECT}"
     ) from error
 
 

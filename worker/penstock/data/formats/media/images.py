@@ -4,9 +4,11 @@ of twelve bytes can claim to have gigabytes."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from io import BytesIO
 from typing import Any
@@ -27,6 +29,10 @@ _PIXEL |= {"RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4, "I": 4, "F": 4, "I;16": 2
 LONGEST_EMPTY_SIDE = 1 << 16
 """Largest width or height, in pixels, of an image whose other side is 0."""
 _BYTES = (bytes, bytearray, memoryview)
+_FAST = {b"\xff\xd8\xff": "jpeg", b"\x89PNG\r\n\x1a\n": "png"}
+"""Beginning of a file -> module with its fast decoder."""
+_OTHERS = ("WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "JPEG", "PNG")
+"""Pillow's formats of other files. Without a list it would try dozens, and start a program for one of them."""
 
 
 @cache
@@ -69,29 +75,72 @@ def encode_raw(value: Any) -> bytes:
     return _HEAD.pack(*value.size, len(mode)) + mode + pixels
 
 
-def decode_jpeg(sample: bytes, begin: int, end: int) -> Any:
-    """Return a JPEG file as an image of Pillow whose pixels are decoded on first use."""
-    return _library("jpeg").open_image(sample[begin:end])
+def decode_image(sample: bytes, begin: int, end: int) -> Any:
+    """Return an image file as an image of Pillow whose pixels are decoded on first use. Its first bytes say what it is,
+    and not its name: crawls have WebP under .jpg. Raises PIL.UnidentifiedImageError for a file that is no image."""
+    file = sample[begin:end]
+    library = _library_for(file)
+    with _named(file):
+        return _open_other(file) if library is None else library.open_image(file)
 
 
-def decode_jpeg_array(sample: bytes, begin: int, end: int) -> npt.NDArray[np.uint8]:
-    """Return the pixels of a JPEG file, in a writable array, equal to `numpy.asarray` of its image."""
-    return _library("jpeg").decode_array(sample[begin:end])  # type: ignore[no-any-return]
+def decode_image_array(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
+    """Return the pixels of an image file, in a writable array, equal to `numpy.asarray` of its image."""
+    file = sample[begin:end]
+    library = _library_for(file)
+    with _named(file):
+        if library is None:
+            return np.array(_open_other(file))
+        return library.decode_array(file)  # type: ignore[no-any-return]
 
 
-def decode_png(sample: bytes, begin: int, end: int) -> Any:
-    """Return a PNG file as an image of Pillow whose pixels are decoded on first use."""
-    return _library("png").open_image(sample[begin:end])
+def _library_for(file: bytes) -> Any:
+    _pil()
+    for begin, name in _FAST.items():
+        if file.startswith(begin):
+            return _library(name)
+    return None
 
 
-def decode_png_array(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
-    """Return the pixels of a PNG file, in a writable array, equal to `numpy.asarray` of its image."""
-    return _library("png").decode_array(sample[begin:end])  # type: ignore[no-any-return]
+def _open_other(file: bytes) -> Any:
+    library = _pil()
+    library.init()  # loads Pillow's decoders, once
+    return library.open(BytesIO(file), formats=[name for name in _OTHERS if name in library.OPEN])
+
+
+@contextlib.contextmanager
+def _named(file: bytes) -> Iterator[None]:
+    """Let Pillow's UnidentifiedImageError name a file's first bytes: it names an object in memory."""
+    try:
+        yield
+    except OSError as error:
+        if type(error).__name__ != "UnidentifiedImageError":
+            raise
+        raise type(error)(f"the file must be an image, got {len(file)} bytes that begin with {file[:16]!r}") from None
+
+
+def load_images(sample: Mapping[str, Any]) -> None:
+    """Decode the pixels of all images in a sample. Raises ImageError."""
+    library = sys.modules.get("PIL.Image")
+    if library is None:
+        return
+    for column, value in sample.items():
+        for image in value if isinstance(value, list) else [value]:
+            if isinstance(image, library.Image):
+                try:
+                    image.load()
+                except MemoryError:
+                    raise
+                except Exception as error:
+                    raise ImageError(f"column {column!r} cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+class ImageError(ValueError):
+    """Error for an image whose pixels cannot be decoded; it names the column."""
 
 
 @cache
 def _library(name: str) -> Any:
-    _pil()
     return importlib.import_module(f"penstock.data.formats.media.{name}")
 
 

@@ -51,11 +51,11 @@ class CSVRowsReader(RecordFile):
             values = next(rows)
             single = not any(rows) and (record.endswith(b"\n") or index == len(self) - 1)
         except (ValueError, csv.Error, StopIteration) as error:
-            self._corrupt(index, f"must be a row of CSV in UTF-8: {error or 'it is empty'}")
+            self._undecodable(index, f"must be a row of CSV in UTF-8: {error or 'it is empty'}")
         if not single:
             self._corrupt(index, "must be one row, but the file was changed after it was indexed", INDEX_AGAIN)
         if len(values) != len(self._columns):
-            self._corrupt(index, f"must have {len(self._columns)} values, got {len(values)}")
+            self._undecodable(index, f"must have {len(self._columns)} values, got {len(values)}")
         return dict(zip(self._columns, values, strict=True))
 
 

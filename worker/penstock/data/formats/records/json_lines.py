@@ -24,12 +24,12 @@ class JSONLinesReader(RecordFile):
         try:
             sample = json.loads(record.decode())
         except (ValueError, RecursionError) as error:
-            self._corrupt(index, f"must be a line of JSON in UTF-8: {error}")
+            self._undecodable(index, f"must be a line of JSON in UTF-8: {error}")
         if not record.endswith(b"\n") and index != len(self) - 1:
             why = "must end at a line's end, but the file was changed after it was indexed"
             self._corrupt(index, why, INDEX_AGAIN)
         if not isinstance(sample, dict):
-            self._corrupt(index, f"must be a JSON object, got {type(sample).__name__}")
+            self._undecodable(index, f"must be a JSON object, got {type(sample).__name__}")
         return sample
 
 

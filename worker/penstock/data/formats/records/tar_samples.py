@@ -72,12 +72,8 @@ _DECODERS: dict[str, Decode] = {
     "npy": _array,
 }
 """By the extension after the last dot. Other members stay bytes, apart from those in _IMAGES."""
-_IMAGES: dict[str, tuple[images.Decode, images.Decode]] = {
-    "jpg": (images.decode_jpeg, images.decode_jpeg_array),
-    "jpeg": (images.decode_jpeg, images.decode_jpeg_array),
-    "png": (images.decode_png, images.decode_png_array),
-}
-"""To an image of Pillow and to an array, by the extension."""
+_IMAGES = ("jpg", "jpeg", "png")
+"""Extensions of images, whatever kind of image the file is: see `images.decode_image`."""
 
 
 class MemberError(tarfile.ReadError):
@@ -101,12 +97,12 @@ class TarReader(RecordFile):
                 if sample.setdefault(KEY, key) != key:
                     raise ValueError(f"a sample must have the members of one key, got {sample[KEY]} and {key}")
                 sample[column] = self._value(column, record, begin, end)
-        except DatasetError:  # a package for this type is missing
+        except (DatasetError, MemoryError):  # DatasetError: a package for this type is missing
             raise
         except Exception as error:
-            self._corrupt(index, f"cannot be read: {name}: {type(error).__name__}: {error}")
+            self._undecodable(index, f"cannot be read: {name}: {type(error).__name__}: {error}")
         if not sample:
-            self._corrupt(index, "must have at least one member, got none")
+            self._undecodable(index, "must have at least one member, got none")
         return self._mapped(index, sample) if self._fields else sample
 
     def _mapped(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
@@ -114,12 +110,13 @@ class TarReader(RecordFile):
             return {KEY: sample[KEY], **{field: field_of(sample, text) for field, text in self._fields.items()}}
         except ValueError as error:
             remedy = "Write the archive with it, or correct the field map and index the folder again"
-            self._corrupt(index, f"cannot be read: {sample[KEY]}: {error}", remedy)
+            self._undecodable(index, f"cannot be read: {sample[KEY]}: {error}", remedy=remedy)
 
     def _value(self, column: str, record: bytes, begin: int, end: int) -> Any:
         kind = column.rpartition(".")[2]
         if kind in _IMAGES and self.options.images != "file":
-            return _IMAGES[kind][self.options.images == "array"](record, begin, end)
+            decode = images.decode_image_array if self.options.images == "array" else images.decode_image
+            return decode(record, begin, end)
         return _DECODERS.get(kind, bytes)(record[begin:end])
 
 

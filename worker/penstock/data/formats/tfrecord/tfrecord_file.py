@@ -68,7 +68,7 @@ class TFRecordReader(RecordFile):
             return example_of(data)
         except ValueError as error:
             remedy = 'Index the folder with format="tfrecord-bytes" to read any bytes'
-            self._corrupt(index, f"must be a tf.train.Example: {error}", remedy)
+            self._undecodable(index, f"must be a tf.train.Example: {error}", remedy=remedy)
 
 
 def index_tfrecord(path: Path, name: str, out: Path) -> Shard:

@@ -107,6 +107,12 @@ def entered(saved: SavedPosition, layer: str, *names: str) -> tuple[list[int], S
     return numbers, saved.get("source")
 
 
+def leaves_out(source: Any) -> bool:
+    """Return True if a source below `source` leaves out samples that cannot be decoded."""
+    below = getattr(source, "sources", [source.source] if hasattr(source, "source") else [])
+    return getattr(source, "skip_failures", 0) > 0 or any(map(leaves_out, below))
+
+
 def is_keyed(source: Any) -> bool:
     """Return True if `source` and all sources below it say that they are keyed."""
     below = getattr(source, "sources", [source.source] if hasattr(source, "source") else [])

@@ -26,7 +26,7 @@ from penstock.data.sharded.protocol import (
 )
 from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.data.stop_iteration import stop_iteration_error
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import InvalidArgumentError, SampleCorruptError
 from penstock.proto.state.generators import derive_seed
 
 _Function = Callable[..., Any]
@@ -182,6 +182,17 @@ class _Tolerant:
             return False, None
         self._failed = 0
         return True, value
+
+
+def without_errors(cursor: Cursor, most: int, index: int, limit: SearchLimit, where: str) -> Cursor:
+    """Return a cursor that leaves out what a tolerant RangeCursor could not decode: at most `most` samples in a row."""
+
+    def checked(sample: Any) -> Any:
+        if isinstance(sample, SampleCorruptError):
+            raise sample
+        return sample
+
+    return _SomeCursor(cursor, _Tolerant(_Call(checked, None, where), most), index, limit)
 
 
 class _EachCursor(RunCursor):

@@ -4,6 +4,7 @@ position), so augmentation does not depend on the shard, the worker, or earlier 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.runs import Run, RunCursor
 from penstock.data.sharded.sources.isolation import OwnGenerators
 from penstock.data.sharded.sources.pieces import Pieces
-from penstock.proto.errors import StateCorruptError
+from penstock.proto.errors import SampleCorruptError, ShardUnavailableError, StateCorruptError
 
 POSITIONS_PER_CALL = 1024
 """Number of positions whose records are found in one call, 0.1 us each."""
@@ -86,8 +87,11 @@ class RangeCursor(RunCursor):
         ahead: int,
         saved: SavedPosition,
         key: int | None = None,
+        *,
+        tolerant: bool = False,
     ):
-        """`ahead`: upcoming positions whose parts are prefetched; `key`: seeds the generators for each record."""
+        """`ahead`: upcoming positions whose parts are prefetched; `key`: seeds the generators for each record;
+        `tolerant`: `next` returns the error of a record that cannot be decoded."""
         if saved is not None and (type(saved) is not int or not 0 <= saved <= end - begin):
             raise StateCorruptError(
                 f"the saved position in a shard of {end - begin} records is damaged, or of other data: {saved!r:.200}"
@@ -97,6 +101,7 @@ class RangeCursor(RunCursor):
         self._found: list[tuple[int, int]] = []
         """(piece, offset) of the records at the next positions, from `_found_from` on."""
         self._found_from = begin
+        self._tolerant = tolerant
         self._key, self._seeds = key, list[Seeds]()
         self._random: OwnGenerators | None = None
         self._prefetched_from = -1
@@ -106,7 +111,12 @@ class RangeCursor(RunCursor):
         if index < 0:
             raise StopIteration
         self._at += 1
-        return self._record(index, *self._found[index])
+        try:
+            return self._record(index, *self._found[index])
+        except SampleCorruptError as error:
+            if not self._tolerant:
+                raise
+            return error
 
     def _next_found(self) -> int:
         """Return the index in `_found` of the next record; -1 at the end of the shard."""
@@ -166,7 +176,8 @@ class RangeCursor(RunCursor):
 
     def __del__(self) -> None:
         if hasattr(self, "_prefetched_from"):  # __init__ may have failed before this attribute was set
-            self.close()
+            with contextlib.suppress(ShardUnavailableError):  # the dataset was closed before
+                self.close()
 
     def _find(self) -> None:
         assert self._order is not None

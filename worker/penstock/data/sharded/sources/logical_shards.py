@@ -14,6 +14,8 @@ from penstock.data.loading.streaming_loader import BLOCK
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import ShardedOrder
 from penstock.data.recent import Recent
+from penstock.data.sharded.layers.layer import SearchLimit, entered
+from penstock.data.sharded.layers.mapped import without_errors
 from penstock.data.sharded.protocol import Cursor, KnownRecords, PositionOf, SavedPosition
 from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, shard_range
 from penstock.data.sharded.sources.lines import LineFile, cut_files
@@ -112,6 +114,11 @@ class LogicalShards:
             "shuffle": self._shuffle,
             "shuffle_block": (self._block or "all") if self._shuffle and by_position else None,
         }
+        self.skip_failures = self._pieces.skip_failures()
+        if self.skip_failures and not by_position:
+            raise InvalidArgumentError("pieces must all be indexable with skip_failures of a StreamingDataset")
+        if self.skip_failures:
+            self._described["skip_failures"] = self.skip_failures
 
     @property
     def keyed(self) -> bool:
@@ -127,13 +134,16 @@ class LogicalShards:
     def lengths(self, epoch: int) -> Sequence[int] | None:
         if self._parts is None:
             return self._whole.lengths(epoch)
+        if self.skip_failures:
+            return None
         bounds = [shard_range(self._parts.records, self._shards, shard) for shard in range(self._shards)]
         return [end - begin for begin, end in bounds]
 
     def known_records(self) -> KnownRecords | None:
-        """Return the records of all pieces; None unless all pieces are indexable, or if there is no record."""
+        """Return the records of all pieces; None unless all pieces are indexable, if there is no record, or if some may
+        be left out."""
         parts = self._parts
-        if parts is None or not parts.records:
+        if parts is None or not parts.records or self.skip_failures:
             return None
 
         def numbers(epoch: int, seed: int, shards: Ints, indices: Ints) -> Ints:
@@ -153,7 +163,12 @@ class LogicalShards:
         order = self._order(seed) if self._parts.records else None
         ahead = 2 * min(self._block or end - begin, max(1, end - begin))
         key = derive_seed(seed, "record") if self._own_random else None
-        return RangeCursor(self._parts, order, epoch, begin, end, ahead, saved, key)
+        if not self.skip_failures:
+            return RangeCursor(self._parts, order, epoch, begin, end, ahead, saved, key)
+        (index,), inner = entered(saved, "LogicalShards", "index")
+        cursor = RangeCursor(self._parts, order, epoch, begin, end, ahead, inner, key, tolerant=True)
+        where = f"LogicalShards: shard {shard}, epoch {epoch}, sample"
+        return without_errors(cursor, self.skip_failures, index, SearchLimit(self, "LogicalShards", shard), where)
 
     def _order(self, seed: int) -> ShardedOrder:
         key, parts = derive_seed(seed, "LogicalShards") if self._shuffle else 0, self._parts

@@ -120,6 +120,10 @@ class Pieces:
     def fingerprints(self) -> list[str]:
         return [piece.fingerprint for piece in self._pieces if isinstance(piece, _WITH_FINGERPRINT)]
 
+    def skip_failures(self) -> int:
+        """Return the largest `skip_failures` of the pieces that are StreamingDatasets."""
+        return max((each.skip_failures for each in self._pieces if isinstance(each, StreamingDataset)), default=0)
+
     def read_by(self, cursor: int) -> None:
         self._readers.add(cursor)
 
