@@ -26,7 +26,7 @@ from penstock.data.formats.arrow.reader import index_arrow
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.file_ranges import has_ranges, with_spans
 from penstock.data.formats.format_table import FORMATS
-from penstock.data.formats.index import INDEX, read_index, write_index
+from penstock.data.formats.index import local_index, read_index, write_index
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.records.offset_file import read_offsets
 from penstock.data.formats.shards import Shard, ShardReader, columns_of_rows
@@ -60,7 +60,7 @@ def dataset(made: Made) -> Iterator[StreamingDataset]:
 
 
 def shards_of(made: Made) -> list[tuple[Shard, list[Path]]]:
-    shards = read_index((made.folder / INDEX).read_bytes(), "it")
+    shards = read_index(local_index(made.folder).read_bytes(), "it")
     return [(shard, [made.folder / file.raw.name for file in shard.files]) for shard in shards]
 
 
@@ -120,7 +120,7 @@ def in_parts(made: Made) -> list[str]:
         if shard.format == "arrow":
             shard = index_arrow(paths[0], shard.name)
         shards.append(shard)
-    (made.folder / INDEX).write_bytes(write_index(shards))
+    local_index(made.folder).write_bytes(write_index(shards))
     return [shard.name for shard in shards if has_ranges(shard)]
 
 

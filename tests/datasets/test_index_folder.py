@@ -68,14 +68,14 @@ def test_killed_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(AssertionError, match="ended with 9"):
         join_all(killed)
-    assert not (tmp_path / "index.json").exists()
+    assert not (tmp_path / "_penstock_index.json").exists()
     with (tmp_path / STAMPS).open("ab") as log:
         log.write(b'["5.jsonl", 1')  # as a kill within a write leaves it
     changed = tmp_path / "1.jsonl"
     changed.write_bytes(changed.read_bytes()[::-1].replace(b"\n", b" ", 2)[::-1])  # of the same size
-    before = {n: (tmp_path / f"{n}.jsonl.penstock-index").stat().st_ino for n in range(3)}
+    before = {n: (tmp_path / f"_{n}.jsonl.penstock-index").stat().st_ino for n in range(3)}
     assert [shard.samples for shard in index_folder(tmp_path)] == [5, 4, 5, 5, 5, 5]
-    kept = [n for n in range(3) if (tmp_path / f"{n}.jsonl.penstock-index").stat().st_ino == before[n]]
+    kept = [n for n in range(3) if (tmp_path / f"_{n}.jsonl.penstock-index").stat().st_ino == before[n]]
     assert kept == [0, 2]
 
 
@@ -94,16 +94,16 @@ def test_unchanged_files_are_not_read_again(
         return indexed(index_file, path, name, out)
 
     monkeypatch.setattr(indexing, "index_one", noted)
-    first = (tmp_path / "index.json").read_bytes()
+    first = (tmp_path / "_penstock_index.json").read_bytes()
     index_folder(tmp_path)
-    assert (read, (tmp_path / "index.json").read_bytes()) == ([], first)
+    assert (read, (tmp_path / "_penstock_index.json").read_bytes()) == ([], first)
     assert f"{tmp_path}: 5 of 5 files have not changed since they were indexed" in capsys.readouterr().err
     changed, times = tmp_path / "1.jsonl", (tmp_path / "1.jsonl").stat()
     changed.write_text(changed.read_text()[::-1].replace("{\n}", "{ }", 1)[::-1])  # two lines, not three
     os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert changed.stat().st_size == times.st_size
     (tmp_path / "2.jsonl").unlink()
-    (tmp_path / "3.jsonl.penstock-index").unlink()
+    (tmp_path / "_3.jsonl.penstock-index").unlink()
     write(tmp_path / "9.jsonl", range(4))
     assert [shard.samples for shard in index_folder(tmp_path)] == [3, 2, 3, 3, 4]
     assert read == ["1.jsonl", "3.jsonl", "9.jsonl"]
@@ -117,16 +117,16 @@ def test_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     write(tmp_path / "a.jsonl", range(3))
     with pytest.raises(DatasetError, match=r"cannot be written: .*No space left on device.*Give index_folder"):
         index_folder(tmp_path)
-    assert not (tmp_path / "index.json").exists()
+    assert not (tmp_path / "_penstock_index.json").exists()
 
 
 def test_entries_of_another_release_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.jsonl", range(3))
     index_folder(tmp_path)
-    before = (tmp_path / "a.jsonl.penstock-index").stat().st_ino
+    before = (tmp_path / "_a.jsonl.penstock-index").stat().st_ino
     monkeypatch.setattr(indexing, "STAMPS_VERSION", 2)
     index_folder(tmp_path)
-    assert (tmp_path / "a.jsonl.penstock-index").stat().st_ino != before
+    assert (tmp_path / "_a.jsonl.penstock-index").stat().st_ino != before
 
 
 def test_hidden_files_are_left_out(tmp_path: Path) -> None:
@@ -208,11 +208,11 @@ def test_missing_index_names_the_remedy(tmp_path: Path) -> None:
 def test_damaged_offsets_are_named(tmp_path: Path, byte: int) -> None:
     write(tmp_path / "a.jsonl", range(5))
     index_folder(tmp_path)
-    path = tmp_path / "a.jsonl.penstock-index"
+    path = tmp_path / "_a.jsonl.penstock-index"
     table = bytearray(path.read_bytes())
     table[byte] ^= 1
     path.write_bytes(table)
-    with pytest.raises(ShardCorruptError, match=r"a\.jsonl\.penstock-index.* Write the index again"):
+    with pytest.raises(ShardCorruptError, match=r"_a\.jsonl\.penstock-index.* Write the index again"):
         StreamingDataset(tmp_path)[0]
 
 

@@ -13,7 +13,7 @@ from format_folders import FOLDERS, plainly
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from penstock.data import StreamingDataset, index_folder
-from penstock.data.formats.index import INDEX
+from penstock.data.formats.index import OWN_INDEX
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.indexing import STAMPS
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -28,7 +28,7 @@ def upload() -> Iterator[Callable[[Path], None]]:
 
     def send(folder: Path) -> None:
         for path in folder.rglob("*"):
-            if path.is_file() and path.name not in (INDEX, STAMPS) and path.suffix != ".penstock-index":
+            if path.is_file() and path.name not in (OWN_INDEX, STAMPS) and path.suffix != ".penstock-index":
                 files.pipe(f"/remote-index/{path.relative_to(folder).as_posix()}", path.read_bytes())
 
     yield send
@@ -44,7 +44,7 @@ def made(name: str, folder: Path) -> tuple[list[Any], list[Any]]:
     """Write a dataset; return (its samples, its shards as a local index lists them)."""
     folder.mkdir()
     samples = FOLDERS[name](folder)
-    (folder / INDEX).unlink(missing_ok=True)
+    (folder / OWN_INDEX).unlink(missing_ok=True)
     return [plainly(sample) for sample in samples], index_folder(folder)
 
 
@@ -58,7 +58,7 @@ def test_remote_files_are_indexed(name: str, upload: Callable[[Path], None], tmp
     assert rows == rows_in(str(tmp_path / "from"), tmp_path / "from")
     assert all(row in samples for row in rows)
     assert len(rows) == len(samples)
-    assert not [path for path in RemoteFolder(BUCKET).find(deadline_s=9) if "penstock" in path or path == INDEX]
+    assert not [path for path in RemoteFolder(BUCKET).find(deadline_s=9) if "penstock" in path]
 
 
 def test_index_is_written_beside_the_files(upload: Callable[[Path], None], tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_page_checksums_are_compared(tmp_path: Path) -> None:
 def test_remote_folder_is_indexed_where_it_lies(folder: Path, tmp_path: Path) -> None:
     files = fsspec.filesystem("memory")
     files.put(f"{folder}/", "/parquet-index/rows/", recursive=True)
-    files.rm("/parquet-index/rows/index.json")
+    files.rm("/parquet-index/rows/_penstock_index.json")
     files.pipe("/parquet-index/rows/_temporary/x.parquet", b"half of a file")
     try:
         shards = index_parquet("memory://parquet-index/rows")
@@ -322,10 +322,10 @@ def test_local_pattern_selects_files(folder: Path) -> None:
     assert not any(shard.ranges for shard in index_parquet(folder, ranges=False))
     with pytest.raises(DatasetError, match=r"a file must match the pattern x\*\.parquet"):
         index_parquet(f"{folder}/x*.parquet")
-    (folder / "index.json").unlink()
+    (folder / "_penstock_index.json").unlink()
     index_parquet(f"{folder}/[bc].parquet", out=folder / "beside")
     beside = StreamingDataset(folder, folder / "beside")
-    assert (len(beside), beside[0]["number"], (folder / "index.json").exists()) == (500, 500, False)
+    assert (len(beside), beside[0]["number"], (folder / "_penstock_index.json").exists()) == (500, 500, False)
 
 
 # ---- ranges of remote files
@@ -367,7 +367,7 @@ def test_changed_remote_file_is_named(remote: ShardServer, folder: Path, tmp_pat
 
 
 def test_files_with_hashes_are_fetched_whole(remote: ShardServer, folder: Path, tmp_path: Path) -> None:
-    shards = read_index((folder / "index.json").read_bytes(), "here")
+    shards = read_index((folder / "_penstock_index.json").read_bytes(), "here")
     hashed = [
         replace(
             shard,
@@ -380,7 +380,7 @@ def test_files_with_hashes_are_fetched_whole(remote: ShardServer, folder: Path, 
         )
         for shard in shards
     ]
-    (folder / "index.json").write_bytes(write_index(hashed))
+    (folder / "_penstock_index.json").write_bytes(write_index(hashed))
     dataset = StreamingDataset(remote.url, tmp_path / "cache")
     assert dataset[600]["number"] == 600
     assert (tmp_path / "cache" / "b.parquet").is_file()
@@ -408,7 +408,7 @@ def test_error_counts_samples_in_the_whole_file(tmp_path: Path, monkeypatch: pyt
 
 
 def test_ranges_of_an_index_are_checked(folder: Path) -> None:
-    shard = read_index((folder / "index.json").read_bytes(), "here")[0]
+    shard = read_index((folder / "_penstock_index.json").read_bytes(), "here")[0]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"ranges": shard.ranges[:-1]}, "21 offsets up to .*, got 20 up to"),
         ({"ranges": (shard.size + 1, *shard.ranges[1:])}, "21 offsets up to .*, got 21 up to"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offset_files import forget_fingerprints
 
 from penstock.data import StreamingDataset, index_folder
-from penstock.data.formats.index import INDEX
+from penstock.data.formats.index import OWN_INDEX
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.tfrecord import tfrecord_file
 from penstock.data.formats.tfrecord.example_messages import example_of
@@ -72,7 +72,7 @@ def test_every_flipped_bit_is_found(folder: Path) -> None:
     (shard,) = index_folder(folder)
     path, *others = [folder / file.raw.name for file in shard.files]
     data = path.read_bytes()
-    offsets = np.fromfile(folder / "a.tfrecord.penstock-index", "<i8")[6:]
+    offsets = np.fromfile(folder / "_a.tfrecord.penstock-index", "<i8")[6:]
     forget_fingerprints(folder)
     for at in range(int(offsets[2]), int(offsets[3])):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
@@ -98,7 +98,7 @@ def test_damage_is_found_while_records_are_counted(data: bytes, message: str, tm
     (tmp_path / "a.tfrecord").write_bytes(data)
     with pytest.raises(ShardCorruptError, match=f"a.tfrecord: .*{message}"):
         index_folder(tmp_path)
-    assert not (tmp_path / INDEX).exists()
+    assert not (tmp_path / OWN_INDEX).exists()
 
 
 @pytest.mark.parametrize(

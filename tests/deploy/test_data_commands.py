@@ -13,14 +13,18 @@ from penstock.data import MDSWriter
 from penstock.deploy.cli.main import app
 
 
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["data", *map(str, arguments)])
+
+
 def call(*arguments: str | Path) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["data", *map(str, arguments)])
+    done = run(*arguments)
     return done.exit_code, done.output
 
 
 def asked(*arguments: str | Path) -> Any:
-    code, said = call(*arguments, "--json")
-    return code, json.loads(said)
+    done = run(*arguments, "--json")
+    return done.exit_code, json.loads(done.stdout)
 
 
 @pytest.fixture

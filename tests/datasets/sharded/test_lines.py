@@ -109,4 +109,4 @@ def test_a_line_that_cannot_be_parsed_is_named(tmp_path: Path) -> None:
     (tmp_path / "x").write_text('{"a": 1}\nnonsense\n')
     with pytest.raises(json.JSONDecodeError) as caught:
         list(LogicalShards([LineFile(tmp_path / "x")], shards=1).open(0, 0, 0))
-    assert f"raised for the line of {tmp_path / 'x'} that begins at byte 9" in caught.value.__notes__
+    assert f"raised for the line that begins at {tmp_path / 'x'}, byte 9" in caught.value.__notes__

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from penstock.data.arguments import apportioned, real_number, sample_count, whole
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import INDEX, SPLITS_NOTE, file_notes, first_notes
+from penstock.data.formats.index import INDEX, OWN_INDEX, SPLITS_NOTE, file_notes, first_notes, local_index
 from penstock.data.formats.records.energon_folder import is_prepared
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.remote.prepared_meta import fetch_meta
@@ -95,7 +95,7 @@ def prepared_folder(stream: Stream) -> Path | None:
     if is_prepared(folder):
         return folder
     known = remote.identity, stream.split
-    if known in _plain or (_remote_below(stream, stream.split)[1] / INDEX).exists():
+    if known in _plain or local_index(_remote_below(stream, stream.split)[1]).exists():
         return None
     try:
         if fetch_meta(remote, folder, deadline_s=min(stream.timeout_s or ANSWER_WAIT_S, ANSWER_WAIT_S)):
@@ -110,19 +110,20 @@ def prepared_folder(stream: Stream) -> Path | None:
 
 def names_files(stream: Stream) -> bool:
     """Return True if `split` is no subfolder: none of this name has an index, but the folder has one with splits."""
-    if not stream.split or any((folder / INDEX).exists() for folder in _index_folders(stream, stream.split)):
+    if not stream.split or any(local_index(folder).exists() for folder in _index_folders(stream, stream.split)):
         return False
     for folder in _index_folders(stream, ""):
         with contextlib.suppress(OSError):
-            return SPLITS_NOTE in file_notes(Descriptor(folder / INDEX))
+            return SPLITS_NOTE in file_notes(Descriptor(local_index(folder)))
     if local_source(stream) is not None:
         return False
     remote = _remote_below(stream, "")[0]
     known, wait_s = (remote.identity, stream.split), min(stream.timeout_s or ANSWER_WAIT_S, ANSWER_WAIT_S)
     if known not in _of_files:
         try:
-            has_folder = remote.exists(f"{stream.split}/{INDEX}", deadline_s=wait_s)
-            notes = {} if has_folder else first_notes(lambda size: remote.read(INDEX, deadline_s=wait_s, first=size))
+            has_folder = any(remote.exists(f"{stream.split}/{name}", deadline_s=wait_s) for name in (INDEX, OWN_INDEX))
+            own = not has_folder and remote.exists(OWN_INDEX, deadline_s=wait_s)
+            notes = first_notes(lambda size: remote.read(OWN_INDEX, deadline_s=wait_s, first=size)) if own else {}
             _of_files[known] = SPLITS_NOTE in notes
         except ShardUnavailableError:
             return False  # the index cannot be fetched either, and its error says why

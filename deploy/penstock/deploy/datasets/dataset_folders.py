@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from penstock.data import convert_dataset, index_folder
-from penstock.data.formats.index import INDEX, read_index
+from penstock.data.formats.index import INDEX, local_index, read_index
 from penstock.data.formats.shards import Shard
 from penstock.deploy.console.exit_codes import exit_code
 from penstock.deploy.operations.state_values import brief
@@ -103,7 +103,7 @@ def _shards(folder: Path) -> list[Shard]:
 
 
 def _index_of(folder: Path) -> Path:
-    path = folder / INDEX
+    path = local_index(folder)
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         raise DatasetError(f"{folder} must be the folder of a dataset, got {found}. Give the folder that has {INDEX}")

@@ -57,10 +57,12 @@ class IndexWatch:
         """Raise DatasetError if the dataset was written again, or the index of files read in place removed. The index
         is read only if its size, time or inode has changed. `shard`: files that were just opened."""
         seen = _file_version(self.path)
-        if seen is None:
+        if seen is None and not (self.in_place and self._is_first_version()):
             if self.in_place:
                 self._refuse(self.path, "removed")
             return
+        if seen is None:
+            seen = self.seen = _file_version(self.path)
         if seen != self.seen:
             if self.seen is None or not self._is_same():
                 self._refuse(self.path, "written again")
@@ -80,8 +82,13 @@ class IndexWatch:
 
     def _is_same(self) -> bool:
         try:
-            if digest_of(Descriptor(self.path)) == self.digest:
-                return True
+            return digest_of(Descriptor(self.path)) == self.digest or self._is_first_version()
+        except OSError:
+            return False
+
+    def _is_first_version(self) -> bool:
+        """Return True if a writer appended to the dataset, which is version 1 now; watch the index of this version."""
+        try:
             path = self.path.with_name(version_index(1))
             first = Descriptor(path)
             if file_notes(first).get(PRECEDED_NOTE) != self.digest:
@@ -89,7 +96,6 @@ class IndexWatch:
             digest = digest_of(first)
         except OSError:
             return False
-        # A writer appended to the dataset: this one is version 1 now.
         self.path, self.digest = path, digest
         return True
 

@@ -34,7 +34,7 @@ from penstock.data.cache.index_watch import check_index, is_index_of
 from penstock.data.cache.prefetch import FetchStats, Prefetcher
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import INDEX, SOURCE_NOTE, file_notes, first_notes, remedy_without_index
+from penstock.data.formats.index import INDEX, OWN_INDEX, SOURCE_NOTE, file_notes, first_notes, remedy_without_index
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import is_full, unwritable
@@ -145,9 +145,8 @@ class ShardCache:
         self.timeout_s = timeout_s
         self._threads = threads
         self.group = group
-        self._index_name = index
         self._root = str(self.folder)
-        self._downloads = Downloads(remote, self.folder, index, validate=self._validate, keep_packed=keep_packed)
+        self._use_index(index)
         in_place = self.folder if remote is None else remote.local
         self._in_place = str(in_place) if in_place else ""
         """Folder whose files are read where they lie, without a copy in the cache; "" for none."""
@@ -162,7 +161,6 @@ class ShardCache:
         self._warned = False
         self._told_full = False
         self._fetched = FetchStats()
-        self._is_indexed_here: bool | None = None
         self._eviction = Eviction(self._state, self._limit, self._fetchable) if self.remote else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,8 +181,16 @@ class ShardCache:
 
     # The index
 
+    def _use_index(self, name: str) -> None:
+        self._index_name = name
+        self._is_indexed_here: bool | None = None
+        self._downloads = Downloads(
+            self.remote, self.folder, name, validate=self._validate, keep_packed=self._keep_packed
+        )
+
     @property
     def index_path(self) -> Path:
+        """Known once `index` was called."""
         return Path(self.folder if self._indexed_here else self._in_place or self.folder, self._index_name)
 
     @property
@@ -211,8 +217,28 @@ class ShardCache:
         return np.ones(len(hashed), bool) if self._validate is False else ~hashed
 
     def index(self) -> Descriptor:
-        """Return the open index file, fetched by one process of the host if the folder has none. Raises
-        ShardUnavailableError, or DatasetError for a file that is no index."""
+        """Return the open index file, fetched by one process of the host if the folder has none. In place of INDEX it
+        may be OWN_INDEX. Raises ShardUnavailableError, or DatasetError for a file that is no index."""
+        if self._index_name != INDEX:
+            return self._opened_index()
+        self._use_index(OWN_INDEX)
+        if self.index_path.exists():
+            return self._opened_index()
+        self._use_index(INDEX)
+        try:
+            return self._opened_index()
+        except ShardUnavailableError as error:
+            # a bucket may answer a request for a missing file by "forbidden"
+            if self._in_place or not isinstance(error.__cause__, FileNotFoundError | PermissionError):
+                raise
+            self._use_index(OWN_INDEX)
+            try:
+                return self._opened_index()
+            except ShardUnavailableError:
+                self._use_index(INDEX)
+                raise error from error.__cause__
+
+    def _opened_index(self) -> Descriptor:
         if self._in_place:
             try:
                 return Descriptor(self.index_path)

@@ -5,11 +5,24 @@ is imported on demand, because most datasets are not compressed."""
 from __future__ import annotations
 
 import importlib
+import io
+import os
+import zlib
+from collections import deque
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
+from penstock.runtime.files.plain_files import open_plain
+
+SEQUENTIAL = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+"""Endings of compressed files that are read in sequence."""
+AT_ONCE = 8 << 10
+"""Compressed bytes that are decompressed at a time. The smallest blocks of zstd expand to 128 KiB from 4 bytes."""
+_SKIPPED = range(0x184D2A50, 0x184D2A60)
+"""First numbers of zstd frames without data, in which some writers put sizes."""
 
 
 class FileCompression(NamedTuple):
@@ -84,3 +97,96 @@ def _codec(family: str) -> Any:
         raise DatasetError(
             f"shards compressed with {family} need the package cramjam. Run pip install 'penstock[streaming]'"
         ) from error
+
+
+class FramesFile(io.RawIOBase):
+    """Content of a file, decompressed if its name says so, from the beginning of any *frame* on: a member of gzip, or a
+    frame of zstd. A plain file is one frame. Each frame's checksum is compared."""
+
+    def __init__(self, path: Path, frame: int = 0) -> None:
+        """`frame`: offset in the file. Raises OSError, DatasetError without the package that decompresses."""
+        self._kind, self._path = SEQUENTIAL.get(path.suffix.lower(), ""), path
+        self._new = _decompressor(self._kind, path) if self._kind else None
+        self._file = open(path, "rb", buffering=0, opener=open_plain)  # noqa: SIM115
+        self._file.seek(frame)
+        self._read_to = frame
+        self._codec: Any = None
+        self._given, self._ready = b"", b""
+        self._made = 0
+        self._frames = deque([(0, frame)])
+        """(bytes of the content before it, offset in the file) of frames in what was read of late."""
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def place(self, at: int) -> list[int]:
+        """Return [frame, bytes of the content after its beginning] of a position, counted from where reading began. It
+        must not be before that of an earlier call."""
+        while len(self._frames) > 1 and self._frames[1][0] <= at:
+            self._frames.popleft()
+        before, frame = self._frames[0]
+        return [frame, at - before]
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        if self._new is None:
+            return self._file.readinto(target) or 0
+        while not self._ready:
+            self._given = self._given or self._file.read(AT_ONCE) or b""
+            if not self._given:
+                if self._codec is not None:
+                    raise ShardCorruptError(f"{self._path} is truncated within a frame. Write or fetch the file again")
+                return 0
+            self._read_to = self._file.tell() - len(self._given)
+            if self._codec is None and not self._begin_frame():
+                continue
+            try:
+                self._ready = self._codec.decompress(self._given)
+            except Exception as error:  # zlib.error, or that of zstandard
+                raise ShardCorruptError(
+                    f"{self._path} is damaged after byte {self._read_to}: {error}. Write or fetch the file again"
+                ) from error
+            self._made += len(self._ready)
+            ended = self._codec.eof
+            self._given = self._codec.unused_data if ended else b""
+            if ended:
+                self._codec = None
+        size = min(len(target), len(self._ready))
+        target[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+    def _begin_frame(self) -> bool:
+        """Return False after something that is no frame was skipped."""
+        assert self._new is not None
+        if self._kind == "gzip":
+            self._given = self._given.lstrip(b"\0")  # padding of tapes and block devices
+        elif len(self._given) < 8:
+            self._given += self._file.read(8 - len(self._given)) or b""
+        at = self._file.tell() - len(self._given)
+        if self._kind == "zstd" and int.from_bytes(self._given[:4], "little") in _SKIPPED:
+            self._file.seek(at + 8 + int.from_bytes(self._given[4:8], "little"))
+            self._given = b""
+        if not self._given:
+            return False
+        self._codec = self._new()
+        if self._frames[-1] != (self._made, at):
+            self._frames.append((self._made, at))
+        return True
+
+    def close(self) -> None:
+        if hasattr(self, "_file"):  # __init__ may have failed
+            self._file.close()
+        super().close()
+
+
+def _decompressor(kind: str, path: Path) -> Any:
+    if kind == "gzip":
+        return lambda: zlib.decompressobj(zlib.MAX_WBITS | 16)
+    try:
+        library = importlib.import_module("zstandard")
+    except ImportError as error:
+        raise DatasetError(f"{path} needs the package zstandard. Run pip install 'penstock[compression]'") from error
+    return library.ZstdDecompressor(max_window_size=1 << 31).decompressobj

@@ -1,6 +1,6 @@
-"""Reading and writing of index.json, in version 2 of mosaicml-streaming's format. An index may come from anywhere, so
-every field is checked when it is read, and an error names its shard and field. Datasets have up to hundreds of
-thousands of shards: what is the same for all (names and encodings of columns) is checked and stored once.
+"""Reading and writing of a dataset's index, in version 2 of mosaicml-streaming's format. An index may come from
+anywhere, so every field is checked when it is read, and an error names its shard and field. Datasets have up to
+hundreds of thousands of shards: what is the same for all (names and encodings of columns) is checked and stored once.
 
 Notes are entries of the index for Penstock alone, such as the number of a version; other readers ignore them.
 """
@@ -26,6 +26,8 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
 """Frequent endings of files that `index_folder` can index; it finds some others, too."""
 INDEX = "index.json"
+OWN_INDEX = "_penstock_index.json"
+"""Name of an index beside files of other libraries, which their readers leave out. It counts if both exist."""
 VERSION_NOTE = "dataset_version"
 """Note with the number of the dataset's version that the index describes (cache/dataset_versions.py)."""
 SPLITS_NOTE = "splits"
@@ -58,7 +60,7 @@ _OWN = {
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
-_INDEX_NAME = re.compile(r"index(-\d{6,})?\.json")
+_INDEX_NAME = re.compile(r"index(-\d{6,})?\.json|_penstock_index\.json")
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
 _NONE: Mapping[str, str] = {}
 
@@ -313,6 +315,11 @@ def check_name(field: str, name: str) -> None:
     folded = name.casefold().split("/")
     if ".penstock" in folded or _INDEX_NAME.fullmatch(folded[-1]):
         raise InvalidField(field, f"must not be a name that the cache uses itself, got {name!r}")
+
+
+def local_index(folder: Path) -> Path:
+    """Return the path of a local folder's index; that of INDEX if there is none."""
+    return own if (own := folder / OWN_INDEX).exists() else folder / INDEX
 
 
 def remedy_without_index(folder: str) -> str:

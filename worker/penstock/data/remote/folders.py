@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
 import io
 import logging
 import math
@@ -433,12 +432,13 @@ class RemoteFolder:
         source, left = self.url_of(name), until - time.monotonic()
         pause = pause_before_retry(failures, left, failure_kind)
         if failure_kind.final or failures == self._tries:
-            absent = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
+            code = failure_kind.code
+            cause = OSError(code, os.strerror(code), source) if code else None  # of the class that fits the code
             # Any other cause is left out, because its text may contain credentials.
             raise ShardUnavailableError(
                 f"{source} could not be {done} after {tries_text(failures)}: {failure_kind.reason}. Check the address "
                 "and storage_options"
-            ) from (absent if failure_kind.absent else None)
+            ) from cause
         if pause >= left or left < LAST_PAUSE_S:
             raise ShardUnavailableError(
                 f"{source} could not be {done} within {max(0.0, deadline_s):.3g} s, {tries_text(failures)}: "

@@ -46,6 +46,7 @@ LAST_PAUSE_S = 0.2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = frozenset((408, 425, 429))
 """HTTP statuses below 500 of temporary errors."""
+FORBIDDEN = 403
 _ABSENT = (404, 410)
 """HTTP statuses for a file that does not exist."""
 _PERMANENT = (
@@ -354,8 +355,8 @@ class FailureKind:
     """Seconds to wait before the next attempt, as the server asks; 0 if it does not say."""
     no_such_host: bool = False
     """DNS says that the host does not exist. It also says so while the network is down."""
-    absent: bool = False
-    """The server reports that the file does not exist."""
+    code: int = 0
+    """ENOENT if the server reports that the file does not exist, EACCES if that it may not be read, else 0."""
 
 
 def judge(error: Exception) -> FailureKind:
@@ -364,11 +365,12 @@ def judge(error: Exception) -> FailureKind:
         reason = f"HTTP {status} {getattr(error, 'message', '')}".rstrip()
         final = status < 500 and status not in _PASSING
         again_after_s = _retry_after(getattr(error, "headers", None) or {})
-        return FailureKind(reason, final, again_after_s, absent=status in _ABSENT)
+        code = errno.ENOENT if status in _ABSENT else errno.EACCES if status == FORBIDDEN else 0
+        return FailureKind(reason, final, again_after_s, code=code)
     if isinstance(error, FileNotFoundError):
-        return FailureKind("the file does not exist", final=True, absent=True)
+        return FailureKind("the file does not exist", final=True, code=errno.ENOENT)
     if isinstance(error, PermissionError):
-        return FailureKind(f"access is denied ({scrubbed(str(error))})", final=True)
+        return FailureKind(f"access is denied ({scrubbed(str(error))})", final=True, code=errno.EACCES)
     text = f"{type(error).__name__}: {scrubbed(str(error))}" if str(error) else type(error).__name__
     if isinstance(error, TransferBroken | FileChanged):
         text = str(error)

@@ -12,11 +12,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from penstock.data.formats.fields import InvalidField, is_int32
-from penstock.data.formats.index import SPLITS_NOTE, check_name
+from penstock.data.formats.index import INDEX, OWN_INDEX, SOURCE_NOTE, SPLITS_NOTE, check_name, write_index
 from penstock.data.formats.records.energon_folder import load_yaml
 from penstock.data.formats.shards import Shard
 from penstock.data.formats.splits import EVERY_SPLIT, WITHOUT_WORDS, splits_of
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.telemetry.progress import Progress
 
 CARD = "README.md"
 """File of a repository of Hugging Face, whose head may list the files of each split (`configs`)."""
@@ -57,6 +60,40 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
         for part in parts
     )
     return list(filter(re.compile(expression).fullmatch, names))
+
+
+def write_local_index(folder: Path, shards: Sequence[Shard], notes: Mapping[str, Any]) -> None:
+    """Write the index of files of other libraries in place of any index in `folder`. Raises DatasetError."""
+    path = folder / OWN_INDEX
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, write_index(shards, notes))
+        (folder / INDEX).unlink(missing_ok=True)
+    except OSError as error:
+        raise DatasetError(
+            f"{path} cannot be written: {error}. Give the argument `out`, a folder that you may write to"
+        ) from error
+    if SOURCE_NOTE not in notes:
+        _say_who_reads(str(path), shards)
+
+
+def write_remote_index(
+    remote: RemoteFolder, shards: Sequence[Shard], notes: Mapping[str, Any], timeout_s: float
+) -> None:
+    """As write_local_index, into the remote folder. Raises ShardUnavailableError."""
+    remote.write(OWN_INDEX, write_index(shards, notes), deadline_s=timeout_s)
+    remote.remove(INDEX, deadline_s=timeout_s)
+    _say_who_reads(remote.url_of(OWN_INDEX), shards)
+
+
+def _say_who_reads(index: str, shards: Sequence[Shard]) -> None:
+    if shards[0].format in PARTITIONED:
+        progress = Progress()
+        progress.show(
+            f"{index} is written. pyarrow and pandas read the folder as before, polars with "
+            "hidden_file_prefix=('_', '.'), and any program if the index has a folder of its own (out)"
+        )
+        progress.finish()
 
 
 @dataclass(frozen=True)

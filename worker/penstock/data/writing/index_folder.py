@@ -5,17 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.arrow.saved_datasets import saved_files, saved_splits
-from penstock.data.formats.index import INDEX, SOURCE_NOTE, join_indexes, read_index, write_index
+from penstock.data.formats.compressed_files import SEQUENTIAL
+from penstock.data.formats.index import SOURCE_NOTE, join_indexes, local_index, read_index
 from penstock.data.formats.records.energon_folder import is_prepared, prepared_note
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder, joined
-from penstock.data.writing.dataset_files import CARD, DatasetFiles, is_hidden, local_names
+from penstock.data.writing.dataset_files import (
+    CARD,
+    DatasetFiles,
+    is_hidden,
+    local_names,
+    write_local_index,
+    write_remote_index,
+)
 from penstock.data.writing.index_parquet import index_parquet, is_parquet, is_pattern
 from penstock.data.writing.index_prepared import index_prepared, warn_of_loader
 from penstock.data.writing.index_remote import StandIn
@@ -24,10 +32,24 @@ from penstock.data.writing.indexable_files import INDEXABLE
 from penstock.data.writing.indexing import index_files
 from penstock.data.writing.tables.recognise import table_at
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.runtime.files.atomic_files import write_whole
 
 PARQUET = "parquet"
-PACKED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".br", ".snappy", ".z")
+PACKED = (
+    ".gz",
+    ".gzip",
+    ".zst",
+    ".zstd",
+    ".bz2",
+    ".xz",
+    ".lzma",
+    ".lz4",
+    ".zip",
+    ".br",
+    ".snappy",
+    ".z",
+    ".tgz",
+    ".tzst",
+)
 
 
 def index_folder(
@@ -122,7 +144,7 @@ def _index_local(root: Path, format: str | None, split: str | None, out: Path, r
     warn_of_loader(notes, str(root))
     if out != root:
         notes |= {SOURCE_NOTE: str(root)}
-    write_whole(out / INDEX, write_index(shards, notes))
+    write_local_index(out, shards, notes)
     return shards
 
 
@@ -159,9 +181,9 @@ def _index_remote(
         shards = files.completed(_joined(root, remote.url, name, stand_in.index_files(named, name, made), ranges))
         if out is None:
             stand_in.upload(shards, made)
-            remote.write(INDEX, write_index(shards, files.notes), deadline_s=timeout_s)
+            write_remote_index(remote, shards, files.notes, timeout_s)
         else:
-            write_whole(made / INDEX, write_index(shards, files.notes))
+            write_local_index(made, shards, files.notes)
         return shards
 
 
@@ -174,6 +196,7 @@ def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[
         if own:
             found[name] = [(path.relative_to(root).as_posix(), path) for path in own]
     if len(found) != 1:
+        _refuse_packed(root, files, found or INDEXABLE)
         raise DatasetError(
             f"{where} must have files of one format ({', '.join((PARQUET, *INDEXABLE))}), got "
             f"{' and '.join(f'{len(own)} of {name}' for name, own in found.items()) or 'none'}. Pass format, or "
@@ -181,7 +204,7 @@ def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[
         )
     [(name, named)] = found.items()
     if name != PARQUET:
-        _refuse_packed(root, files, name)
+        _refuse_packed(root, files, [name])
     return name, named
 
 
@@ -209,7 +232,7 @@ def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bo
 
 def _refuse_written(out: Path) -> None:
     """Refuse to replace an index that a Writer wrote, for shards of a format that index_folder cannot index."""
-    path = out / INDEX
+    path = local_index(out)
     if not path.exists():
         return
     written = {shard.format for shard in read_index(path.read_bytes(), str(path))} - {PARQUET, *INDEXABLE}
@@ -219,9 +242,17 @@ def _refuse_written(out: Path) -> None:
         )
 
 
-def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
+def _refuse_packed(root: Path, files: Sequence[Path], formats: Iterable[str]) -> None:
     for path in files:
-        if path.suffix.lower() in PACKED and INDEXABLE[name].find(root, [path.with_suffix("")]):
-            raise DatasetError(
-                f"{path} must not be compressed, because samples are read in any order. Decompress it first"
+        plain = path.with_name(f"{path.stem}.tar") if path.suffix.lower() in (".tgz", ".tzst") else path.with_suffix("")
+        if path.suffix.lower() not in PACKED:
+            continue
+        kinds = [name for name in formats if name != PARQUET and INDEXABLE[name].find(root, [plain])]
+        if kinds:
+            lines = SEQUENTIAL.keys() & {path.suffix.lower()} and kinds[0] in ("json_lines", "csv_rows")
+            remedy = (
+                "Read it in sequence, by LogicalShards([LineFile(path), ...]), or decompress it"
+                if lines
+                else "Decompress it first"
             )
+            raise DatasetError(f"{path} must not be compressed, because samples are read in any order. {remedy}")

@@ -12,15 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.arguments import truth
-from penstock.data.formats.index import INDEX, SOURCE_NOTE, write_index
+from penstock.data.formats.index import SOURCE_NOTE
 from penstock.data.formats.parquet.footer import TAIL_BYTES, footer_length
 from penstock.data.formats.parquet.shards import Tail, parquet_shards, shards_of_tails
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
-from penstock.data.writing.dataset_files import CARD, DatasetFiles, is_hidden, local_names, matching
+from penstock.data.writing.dataset_files import (
+    CARD,
+    DatasetFiles,
+    is_hidden,
+    local_names,
+    matching,
+    write_local_index,
+    write_remote_index,
+)
 from penstock.data.writing.tables.recognise import refuse_tables
 from penstock.proto.errors import DatasetError, ShardCorruptError
-from penstock.runtime.files.atomic_files import write_whole
 
 REMOTE_THREADS = 16
 """Remote files whose footers are read at the same time."""
@@ -77,7 +84,7 @@ def index_parquet(
         shards = files.completed(parquet_shards((name, local / name) for name in files.names))
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         source = {} if out is None else {SOURCE_NOTE: str(local)}
-        _write_local(shards, local if out is None else Path(out), source | files.notes)
+        write_local_index(local if out is None else Path(out), shards, source | files.notes)
         return shards
     try:
         with ThreadPoolExecutor(REMOTE_THREADS) as threads:
@@ -87,22 +94,12 @@ def index_parquet(
         shards = files.completed(shards)
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         if out is None:
-            remote.write(INDEX, write_index(shards, files.notes), deadline_s=timeout_s)
+            write_remote_index(remote, shards, files.notes, timeout_s)
         else:
-            _write_local(shards, Path(out), files.notes)
+            write_local_index(Path(out), shards, files.notes)
     finally:
         remote.close()
     return shards
-
-
-def _write_local(shards: list[Shard], folder: Path, notes: Mapping[str, Any]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / INDEX, write_index(shards, notes))
-    except OSError as error:
-        raise DatasetError(
-            f"{folder / INDEX} cannot be written: {error}. Give the argument `out`, a folder that you may write to"
-        ) from error
 
 
 def is_parquet(name: str) -> bool:

@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.formats.index import INDEX, write_index
 from penstock.data.formats.records.energon_folder import NOTE, prepared_names, prepared_note, prepared_shards
 from penstock.data.formats.records.record_file import record_shard
 from penstock.data.formats.shards import Shard
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.prepared_meta import fetch_meta
+from penstock.data.writing.dataset_files import write_local_index, write_remote_index
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
-from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 THREADS = 16
@@ -46,14 +45,13 @@ def index_prepared(
         shards = shards if ranges else [replace(shard, spans=(), ranges=()) for shard in shards]
         notes = prepared_note(folder)
         warn_of_loader(notes, remote.url)
-        index = write_index(shards, notes)
         if out is not None:
-            write_whole(folder / INDEX, index)
+            write_local_index(folder, shards, notes)
             return shards
         with ThreadPoolExecutor(THREADS) as threads:
             upload = partial(_upload, remote, folder, timeout_s)
             list(threads.map(upload, (shard.files[1].raw.name for shard in shards)))
-        remote.write(INDEX, index, deadline_s=timeout_s)
+        write_remote_index(remote, shards, notes, timeout_s)
     return shards
 
 

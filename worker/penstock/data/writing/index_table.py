@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.cache.dataset_versions import check_version
-from penstock.data.formats.index import INDEX, SOURCE_NOTE, VERSION_NOTE, version_index, write_index
+from penstock.data.formats.index import INDEX, OWN_INDEX, SOURCE_NOTE, VERSION_NOTE, version_index, write_index
 from penstock.data.formats.parquet.shards import Tail, local_tail, shard_of_tail
 from penstock.data.formats.parquet.table_files import TABLE_FILE, Bits, encoded_rows, live_counts
 from penstock.data.formats.shards import Shard
@@ -163,6 +163,7 @@ def _publish(
     try:
         for name in names:
             folder.write(name, index, deadline_s=timeout_s)
+        folder.remove(OWN_INDEX, deadline_s=timeout_s)  # of plain files, before they became a table's
     except OSError as error:
         raise DatasetError(
             f"{folder.url} cannot be written: {error}. Give the argument `out`, a folder that you may write to"

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from penstock.data.arguments import truth
-from penstock.data.formats.index import INDEX, SPLITS_NOTE, entry_text, shard_below
+from penstock.data.formats.index import INDEX, OWN_INDEX, SPLITS_NOTE, entry_text, shard_below
 from penstock.data.formats.shards import Shard
 from penstock.data.indexes.joined_index import GivenIndex, joined_index, shards_in
 from penstock.data.remote.folders import RemoteFolder
@@ -32,8 +32,8 @@ def merge_index(
 
         merge_index("s3://bucket/data")  # from data/part-0/index.json, data/part-1/index.json, ...
 
-    An index in `folder` itself is replaced. One below another indexed folder is left out, because the upper index may
-    list its shards already.
+    It gets the name of the others, index.json or _penstock_index.json. An index in `folder` itself is replaced. One
+    below another indexed folder is left out, because the upper index may list its shards already.
 
     Args:
         folder: a local folder or a URL; (local folder, URL) reads from the URL and writes to both.
@@ -58,7 +58,10 @@ def merge_index(
         below = _all_below(remote, timeout_s) if parts is None else [_below(text, os.fspath(part)) for part in parts]
         if not below:
             raise DatasetError(f"{remote.url} must have at least one folder with an {INDEX} below it, got none")
-        given = [(name, GivenIndex(remote, f"{name}/{INDEX}", timeout_s)) for name in below]
+        files = [_index_in(remote, name, timeout_s) for name in below]
+        given = [
+            (name, GivenIndex(remote, f"{name}/{file}", timeout_s)) for name, file in zip(below, files, strict=True)
+        ]
         made = [entry_text(shard_below(name, shard)) for name, index in given for _, shard in index.entries()]
         splits = {tuple(index.notes.get(SPLITS_NOTE, ())) for _, index in given}
         if len(splits) > 1 and max(map(len, splits)) > 1:
@@ -68,20 +71,32 @@ def merge_index(
         index, shards = joined_index(made, notes), shards_in(made)
         if append:
             _, shards = publish(remote, shards, timeout_s=timeout_s)
-            index = GivenIndex(remote, INDEX, timeout_s).data if local is not None else b""
+            index, file = GivenIndex(remote, INDEX, timeout_s).data if local is not None else b"", INDEX
         else:
-            remote.write(INDEX, index, deadline_s=timeout_s)
+            file = OWN_INDEX if {*files} == {OWN_INDEX} else INDEX
+            _replace(remote, file, index, timeout_s)
         if local is not None:
-            local.write(INDEX, index, deadline_s=timeout_s)
+            _replace(local, file, index, timeout_s)
     finally:
         remote.close()
     return shards
 
 
+def _index_in(remote: RemoteFolder, folder: str, timeout_s: float) -> str:
+    return OWN_INDEX if remote.exists(f"{folder}/{OWN_INDEX}", deadline_s=timeout_s) else INDEX
+
+
+def _replace(remote: RemoteFolder, name: str, index: bytes, timeout_s: float) -> None:
+    remote.write(name, index, deadline_s=timeout_s)
+    remote.remove(INDEX if name == OWN_INDEX else OWN_INDEX, deadline_s=timeout_s)
+
+
 def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
-    paths = [
-        PurePosixPath(name).parent for name in remote.find(deadline_s=timeout_s) if f"/{name}".endswith(f"/{INDEX}")
-    ]
+    paths = {
+        PurePosixPath(name).parent
+        for name in remote.find(deadline_s=timeout_s)
+        if name.rpartition("/")[2] in (INDEX, OWN_INDEX)
+    }
     found: list[PurePosixPath] = []
     for path in sorted(paths, key=lambda path: path.parts):
         if path.parts and not any(path.is_relative_to(other) for other in found):
@@ -91,7 +106,7 @@ def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
 
 def _below(folder: str, part: str) -> str:
     """Return a dataset's path below `folder`; `part` may be its index. Raise InvalidArgumentError for others."""
-    inside = part.removesuffix(INDEX).rstrip("/").removeprefix(folder.rstrip("/"))
+    inside = part.removesuffix(OWN_INDEX).removesuffix(INDEX).rstrip("/").removeprefix(folder.rstrip("/"))
     if inside == part.rstrip("/") or not inside.startswith("/") or not inside.strip("/"):
         raise InvalidArgumentError(f"parts must name folders below {folder!r}, got {part!r}. Leave out other folders")
     return inside.strip("/")

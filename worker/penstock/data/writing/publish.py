@@ -14,7 +14,9 @@ from penstock.data.cache.dataset_versions import version_of
 from penstock.data.cache.file_locks import take_within
 from penstock.data.formats.index import (
     INDEX,
+    OWN_INDEX,
     PRECEDED_NOTE,
+    SPLITS_NOTE,
     VERSION_NOTE,
     entry_text,
     version_index,
@@ -43,6 +45,7 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
     with _sole_publisher(remote, timeout_s):
         made, given = list[bytes](), newest_index(remote, timeout_s=timeout_s)
         notes = {} if given is None else given.notes
+        kept = {SPLITS_NOTE: notes[SPLITS_NOTE]} if SPLITS_NOTE in notes else {}
         before, new = version_of(notes), {shard.name: shard for shard in added}
         first: Shard | None = None
         for text, shard in given.entries() if given else ():
@@ -63,16 +66,17 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
             names, number = set(remote.names(deadline_s=timeout_s)), number + 1
             while version_index(number) in names:  # a process was killed before it published this one
                 number += 1
-            write(version_index(number), {VERSION_NOTE: number})
+            write(version_index(number), {VERSION_NOTE: number, **kept})
         if before is None or new:
-            write(INDEX, {VERSION_NOTE: number})
+            write(INDEX, {VERSION_NOTE: number, **kept})
+            remote.remove(OWN_INDEX, deadline_s=timeout_s)  # of files that were indexed, before they got versions
         return number, shards_in(made)
 
 
 def newest_index(remote: RemoteFolder, *, timeout_s: float) -> GivenIndex | None:
     """Return the index of a dataset's newest version; None for a folder without an index."""
-    has_one = INDEX in remote.names(deadline_s=timeout_s)
-    return GivenIndex(remote, INDEX, timeout_s) if has_one else None
+    names = remote.names(deadline_s=timeout_s)
+    return next((GivenIndex(remote, name, timeout_s) for name in (OWN_INDEX, INDEX) if name in names), None)
 
 
 def check_no_versions(names: Sequence[str], url: str) -> None:

@@ -27,7 +27,7 @@ class CSVRowsReader(RecordFile):
         super().__init__(shard, *paths)
         self._columns: list[str] = shard.settings["column_names"]
         self._separator: str = shard.settings["separator"]
-        _allow_long_values()
+        allow_long_values()
         if not self.is_part:
             self._check_header()
 
@@ -68,7 +68,7 @@ def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
     """Parse all rows of a CSV file (TSV: named .tsv or .TSV), write the file of their offsets to the index's folder
     `out`, and return the shard. Raises DatasetError if it cannot be written; ShardCorruptError, which names the line,
     for an invalid file."""
-    _allow_long_values()
+    allow_long_values()
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     columns, size, offsets = _rows(path, name, separator)
     settings = {"column_names": columns, "separator": separator}
@@ -113,5 +113,5 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
     return columns, size, offsets
 
 
-def _allow_long_values() -> None:
+def allow_long_values() -> None:
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_VALUE))

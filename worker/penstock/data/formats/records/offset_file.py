@@ -4,7 +4,7 @@
     [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
 The fingerprint, a checksum of some pieces of the data file, shows in most cases that the file was replaced by another
-one of the same size, which the offsets would cut at wrong places. NAME.penstock-index lies beside the data file or in
+one of the same size, which the offsets would cut at wrong places. _NAME.penstock-index lies beside the data file or in
 the index's folder. The last offset is the end of the last record. All is checked when the file is opened.
 """
 

@@ -70,7 +70,8 @@ def record_shard(
     """Write the file of a data file's offsets (`name` with an ending) to the index's folder `out`, and return the
     shard. `data`: for the fingerprint, None if remote; `name`: relative to the dataset's folder; `offsets`: of the
     records, and the end of the last one. Raises DatasetError if the file cannot be written."""
-    path = out / (name + ENDING)
+    beside = offsets_name(name, out)
+    path = out / beside
     stamp = NO_FINGERPRINT
     if data is not None:
         file, _ = open_file(data, name)
@@ -82,8 +83,15 @@ def record_shard(
         raise DatasetError(
             f"{path} cannot be written: {error}. Give index_folder a folder `out` that you may write to"
         ) from error
-    files = ShardFile(StoredFile(name, size)), ShardFile(StoredFile(name + ENDING, written))
+    files = ShardFile(StoredFile(name, size)), ShardFile(StoredFile(beside, written))
     return with_spans(Shard(format, len(offsets) - 1, files, settings=dict(settings or {})), offsets)
+
+
+def offsets_name(name: str, out: Path) -> str:
+    """Return the name of the file of offsets of the file `name`. Other libraries that read the folder leave it out. An
+    earlier release gave it no `_`; it keeps this name, which is part of the order's identity in saved states."""
+    folder, slash, file = name.rpartition("/")
+    return name + ENDING if (out / (name + ENDING)).exists() else f"{folder}{slash}_{file}{ENDING}"
 
 
 def offsets_shard(shard: Shard) -> Shard:
