@@ -17,7 +17,7 @@ from PIL import Image
 
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.records import tar_samples
-from penstock.proto.errors import ShardCorruptError
+from penstock.proto.errors import InvalidArgumentError, ShardCorruptError
 
 DATA = Path(__file__).parents[1] / "data" / "webdataset"
 
@@ -104,6 +104,39 @@ def test_samples_are_those_of_webdataset(tmp_path: Path) -> None:
     for sample, other in zip(found, expected, strict=True):
         assert np.array_equal(sample.pop("npy"), other.pop("npy"))
         assert sample == other
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT])
+def test_names_with_several_dots(tmp_path: Path, form: int) -> None:
+    """By default as webdataset, which wrote and read the archive; what that joins is said, and what is left out."""
+    shutil.copy(DATA / "names.tar", tmp_path)
+    long = "x" * 60 + "/" + "y" * 60  # in GNU's format read by tarfile
+    archive(tmp_path / "other.tar", [("README", b"1"), (f"{long}.mp3", b"2"), ("LICENSE", b"3"), (".git", b"4")], form)
+    with pytest.warns(UserWarning, match="members") as said:
+        index_folder(tmp_path)
+    left_out, joined = (str(warning.message) for warning in said)
+    assert (
+        "3 members of archives are left out, because their names have no dot or begin with one, such as 'README'"
+        in left_out
+    )
+    assert "1 samples join members such as 'a/song v1.0.mp3' and 'a/song v1.5.mp3'" in joined
+    *found, other = samples(tmp_path)
+    expected = json.loads((DATA / "names.json").read_text())
+    assert [
+        {name: value if name == "__key__" else value.hex() for name, value in one.items()} for one in found
+    ] == expected
+    assert other == {"__key__": long, "mp3": b"2"}
+    with pytest.warns(UserWarning, match="3 members of archives are left out"):
+        index_folder(tmp_path, key="last_dot")
+    assert samples(tmp_path) == [
+        {"__key__": "a/song v1.0", "mp3": b"0.mp3"},
+        {"__key__": "a/song v1.5", "mp3": b"5.mp3"},
+        {"__key__": "a/song v2.0", "mp3": b"0.mp3", "lyrics": b"0.lyrics"},
+        {"__key__": "b", "mp3": b"mp3", "lyrics": b"lyrics"},
+        {"__key__": long, "mp3": b"2"},
+    ]
+    with pytest.raises(InvalidArgumentError, match="key must be one of first_dot, last_dot, got 'dot'"):
+        index_folder(tmp_path, key="dot")  # type: ignore[arg-type]
 
 
 def opened_array(data: bytes) -> Any:

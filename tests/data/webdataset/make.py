@@ -4,7 +4,7 @@
     PYTHONPATH=LIBS python tests/data/webdataset/make.py tests/data/webdataset
 
 Writes shards/train-00000.tar and train-00001.tar, and expected.json: the samples as webdataset yields them, values as
-hexadecimal bytes.
+hexadecimal bytes. names.tar and names.json are of members whose names have several dots.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import webdataset
 from PIL import Image
 
 SAMPLES = 12
+NAMES = {"a/song v1": ("0.mp3", "5.mp3"), "a/song v2": ("0.mp3", "0.lyrics"), "b": ("mp3", "lyrics")}
+"""Key -> columns, by webdataset's rule."""
 
 
 def image(i: int, form: str) -> bytes:
@@ -56,13 +58,20 @@ def main(folder: Path) -> None:
     with webdataset.ShardWriter(str(shards / "train-%05d.tar"), maxcount=7, mtime=0) as writer:
         for i in range(SAMPLES):
             writer.write(sample(i))
-    urls = [str(path) for path in sorted(shards.glob("*.tar"))]
+    with webdataset.TarWriter(str(folder / "names.tar"), mtime=0) as writer:
+        for key, columns in NAMES.items():
+            writer.write({"__key__": key, **{name: name.encode() for name in columns}})
+    expect(sorted(shards.glob("*.tar")), folder / "expected.json")
+    expect([folder / "names.tar"], folder / "names.json")
+
+
+def expect(archives: list[Path], out: Path) -> None:
     expected = [
         {name: value.hex() if isinstance(value, bytes) else value for name, value in read.items() if name != "__url__"}
-        for read in webdataset.WebDataset(urls, shardshuffle=False)
+        for read in webdataset.WebDataset([str(path) for path in archives], shardshuffle=False)
     ]
     plain = [{k: v for k, v in one.items() if not k.startswith("__local")} for one in expected]
-    (folder / "expected.json").write_text(json.dumps(plain, sort_keys=True, indent=1) + "\n")
+    out.write_text(json.dumps(plain, sort_keys=True, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from penstock.data.arguments import one_of
 from penstock.data.formats.arrow.saved_datasets import saved_files, saved_splits
 from penstock.data.formats.compressed_files import SEQUENTIAL
 from penstock.data.formats.index import SOURCE_NOTE, join_indexes, local_index, read_index
 from penstock.data.formats.records.energon_folder import is_prepared, prepared_note
+from penstock.data.formats.records.tar_samples import LAST_DOT
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.dataset_files import (
@@ -57,6 +59,7 @@ def index_folder(
     format: str | None = None,
     *,
     split: str | None = None,
+    key: Literal["first_dot", "last_dot"] = "first_dot",
     out: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     ranges: bool = True,
@@ -96,6 +99,8 @@ def index_folder(
             that the head of README.md lists (`configs`), or that the files' paths say by the rule of Hugging Face
             datasets: data/NAME-00000-of-00005, or a whole word such as train, valid, test in a folder's or a file's
             name. A name: index this split alone, in its own folder if there is one. "*": all files are one dataset.
+        key: of tar archives: members are one sample if their paths are equal up to the "first_dot" of the file's name,
+            as WebDataset has it, or up to the "last_dot": for `song v1.0.mp3` and `song v1.5.mp3`.
         out: local folder for the index and the files .penstock-index; None: the dataset's folder. Use it for a folder
             that you cannot write to, and give it as `local` of the StreamingDataset.
         storage_options: keyword arguments for fsspec's filesystem.
@@ -105,6 +110,11 @@ def index_folder(
 
     Returns the shards. Raises InvalidArgumentError, DatasetError, ShardCorruptError, ShardUnavailableError.
     """
+    if key != "first_dot":
+        one_of("key", key, ("first_dot", LAST_DOT))
+        if format not in (None, "webdataset"):
+            raise InvalidArgumentError(f'key must be "first_dot" for format {format!r}, got {key!r}')
+        format = f"webdataset-{key}"
     if format is not None and format not in (PARQUET, *INDEXABLE):
         raise InvalidArgumentError(f"format must be one of {', '.join((PARQUET, *INDEXABLE))}, got {format!r}")
     if format in (None, PARQUET) and table_at(folder, storage_options, timeout_s):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from penstock.data.formats.array_record import index_array_record
@@ -15,7 +16,7 @@ from penstock.data.formats.megatron import index_megatron
 from penstock.data.formats.records.csv_rows import index_csv_rows
 from penstock.data.formats.records.energon_folder import prepared_files, prepared_shards
 from penstock.data.formats.records.json_lines import index_json_lines
-from penstock.data.formats.records.tar_samples import index_tar
+from penstock.data.formats.records.tar_samples import LAST_DOT, index_tar, said_of_names
 from penstock.data.formats.shards import Shard
 from penstock.data.formats.tfrecord.tfrecord_file import index_tfrecord
 from penstock.proto.errors import DatasetError
@@ -65,6 +66,10 @@ def _tar_files(root: Path, files: Sequence[Path]) -> list[Path]:
     return _TARS(root, files) if prepared is None else prepared
 
 
+def _tar_shards(root: Path, shards: list[Shard]) -> list[Shard]:
+    return prepared_shards(root, said_of_names(root, shards))
+
+
 def _of_same_columns(root: Path, shards: list[Shard]) -> list[Shard]:
     check_same_columns(shards, in_order=shards[0].format == "csv_rows")
     return shards
@@ -91,11 +96,13 @@ INDEXABLE: Mapping[str, IndexableFormat] = {
     "array_record": _ARRAY_RECORD,
     "json_lines": IndexableFormat(_named(r".*\.(jsonl|ndjson)"), index_json_lines),
     "csv_rows": IndexableFormat(_named(r".*\.(csv|tsv)"), index_csv_rows, _of_same_columns),
-    "webdataset": IndexableFormat(_tar_files, index_tar, prepared_shards),
+    "webdataset": IndexableFormat(_tar_files, index_tar, _tar_shards),
+    "webdataset-last_dot": IndexableFormat(_TARS, partial(index_tar, key=LAST_DOT), said_of_names),
     "megatron": IndexableFormat(_megatron_files, _without_offsets(index_megatron)),
     "tfrecord-bytes": replace(_TFRECORD, join=_as("bytes")),
     "tfrecord-example": replace(_TFRECORD, join=_as("example")),
     "array_record-bytes": replace(_ARRAY_RECORD, join=_as("bytes")),
     "array_record-example": replace(_ARRAY_RECORD, join=_as("example")),
 }
-"""A name with "-" also gives the kind of the records; it must be given, and is never found from a folder's files."""
+"""A name with "-" also gives the kind of the records or keys; it must be given, and is never found from a folder's
+files."""

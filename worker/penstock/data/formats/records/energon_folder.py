@@ -128,7 +128,7 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
             raise DatasetError(
                 f"{folder / shard.name} must have {counts[shard.name]} samples, as {META} lists, got {shard.samples}"
             )
-    return [replace(shard, settings={"splits": splits[shard.name], **fields}) for shard in shards]
+    return [replace(shard, settings={**shard.settings, "splits": splits[shard.name], **fields}) for shard in shards]
 
 
 def check_indexed(folder: Path, split: str | None, where: str) -> None:
@@ -141,6 +141,8 @@ def check_indexed(folder: Path, split: str | None, where: str) -> None:
 
 
 def check_tar(settings: dict[str, Any]) -> None:
+    if settings.get("key", "last_dot") != "last_dot":
+        raise InvalidField("key", f"must be 'last_dot' or left out, got {settings['key']!r:.100}")
     fields = settings.get("fields", {})
     if not isinstance(fields, dict) or not all(isinstance(text, str) for text in fields.values()):
         raise InvalidField("fields", f"must be an object of strings, got {fields!r:.100}")

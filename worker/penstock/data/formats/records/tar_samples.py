@@ -1,8 +1,9 @@
 """Samples of WebDataset's tar archives, read without unpacking.
 
 As in WebDataset, consecutive members with the same key are a sample. The key is the path up to the first dot of the
-file's name; the rest, in lower case, names the column. The column `__key__` has the key. Left out are folders, devices,
-files without a dot or that begin with one, and paths with a folder like `__this__`. Links and sparse files are refused.
+file's name (`LAST_DOT`: up to the last one); the rest, in lower case, names the column. The column `__key__` has the
+key. Left out are folders, devices, files without a dot or that begin with one, and paths with a folder like `__this__`.
+Links and sparse files are refused. Indexing notes what it leaves out, and what may be several samples.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import math
 import os
 import re
 import tarfile
+import warnings
 import zlib
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,7 +39,12 @@ NPY, NPY_HEADER = b"\x93NUMPY\x01\x00", 10
 """First bytes of a .npy file of version 1.0, and its header's offset, preceded by 2 bytes of length."""
 _BLANKS, _ADLER = 8 * b" ", 65521
 """What stands for a header's checksum while it is made, and the modulus of Adler-32."""
-_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
+LAST_DOT = "last_dot"
+"""Value of the setting `key` of an archive whose keys end at the last dot."""
+_KINDS_OF_NOTES = _LEFT_OUT, _JOINED = "left_out", "joined"
+"""Settings that only indexing has: [count, first name], and [count, first name, second name]."""
+_FIRST_DOT_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
+_LAST_DOT_NAME = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)", re.DOTALL)
 _TIMES_AND_OWNERS = frozenset((b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname"))
 _META = re.compile(r"(?:^|/)__[^/]*__(?:$|/)")
 
@@ -81,18 +89,51 @@ class MemberError(tarfile.ReadError):
     remedy."""
 
 
+class _Names:
+    """Division of members' names into keys and columns."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._pattern = _LAST_DOT_NAME if settings.get("key") == LAST_DOT else _FIRST_DOT_NAME
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        found = self._pattern.fullmatch(name)
+        return (found[1], found[2].lower()) if found and not _META.search(name) else None
+
+
+class _NotedNames(_Names):
+    """The same, with notes for the user who indexes an archive."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.notes: dict[str, list[Any]] = {}
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        found = super().split(name)
+        if found is None and not _META.search(name):
+            self._note(_LEFT_OUT, name)
+        return found
+
+    def joined(self, first: str, second: str) -> None:
+        """Note a sample with two members that differ in more than what follows their last dots."""
+        self._note(_JOINED, first, second)
+
+    def _note(self, kind: str, *names: str) -> None:
+        self.notes.setdefault(kind, [0, *names])[0] += 1
+
+
 class TarReader(RecordFile):
     """A sample's record is the range of the archive in which its members lie."""
 
     def __init__(self, shard: Shard, *paths: Any) -> None:
         super().__init__(shard, *paths)
         self._fields: dict[str, str] = shard.settings.get("fields", {})
+        self._names = _Names(shard.settings)
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         sample: dict[str, Any] = {}
         name = "the first header"
         try:
-            for member in _plain_members(record) or _any_members(record):
+            for member in _plain_members(record, self._names) or _any_members(record, self._names):
                 name, key, column, begin, end = member
                 if sample.setdefault(KEY, key) != key:
                     raise ValueError(f"a sample must have the members of one key, got {sample[KEY]} and {key}")
@@ -132,14 +173,14 @@ class _NotPlainError(Exception):
     """Error for an archive with a header that only tarfile reads."""
 
 
-def _plain_members(record: bytes) -> list[Member] | None:
+def _plain_members(record: bytes, names: _Names) -> list[Member] | None:
     """Return the members in a part of an archive of plain headers; None for any other: tarfile takes ten times as
     long."""
     ended = 0
 
     def plain() -> Iterator[IndexedMember]:
         nonlocal ended
-        ended = yield from _walk(lambda size, begin: record[begin : begin + size], len(record))
+        ended = yield from _walk(lambda size, begin: record[begin : begin + size], len(record), names)
 
     try:
         members = [member[:5] for member in plain()]
@@ -148,7 +189,7 @@ def _plain_members(record: bytes) -> list[Member] | None:
     return members if ended == len(record) else None
 
 
-def _walk(read: Read, size: int) -> Generator[IndexedMember, None, int]:
+def _walk(read: Read, size: int, names: _Names) -> Generator[IndexedMember, None, int]:
     """Yield the members of an archive of which all headers are plain (names of at most 256 bytes), or extended with
     times and owners, as webdataset's writer puts before each member. Return the offset of the block of zeros, or of the
     end. Raises _NotPlainError for any other header, also for a damaged one."""
@@ -169,7 +210,7 @@ def _walk(read: Read, size: int) -> Generator[IndexedMember, None, int]:
             raise _NotPlainError
         extended = kind == tarfile.XHDTYPE
         at = begin + -(-length // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        if kind == tarfile.REGTYPE and (split := _split(name)):
+        if kind == tarfile.REGTYPE and (split := names.split(name)):
             yield name, *split, begin, end, at
     if extended:
         raise _NotPlainError
@@ -202,9 +243,9 @@ def _name_of(head: bytes) -> bytes:
     return prefix + b"/" + name if prefix else name
 
 
-def _any_members(record: bytes) -> Iterator[Member]:
+def _any_members(record: bytes, names: _Names) -> Iterator[Member]:
     with tarfile.open(fileobj=io.BytesIO(record), mode="r:") as archive:
-        for name, key, column, member in _members(archive):
+        for name, key, column, member in _members(archive, names):
             begin, end = member.offset_data, member.offset_data + member.size
             if end > len(record):
                 raise tarfile.ReadError("the archive is truncated")
@@ -213,28 +254,48 @@ def _any_members(record: bytes) -> Iterator[Member]:
             raise tarfile.ReadError(f"the header {archive.offset} bytes after the sample's beginning is damaged")
 
 
-def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str, tarfile.TarInfo]]:
+def _members(archive: tarfile.TarFile, names: _Names) -> Iterator[tuple[str, str, str, tarfile.TarInfo]]:
     for member in archive:
         if member.issparse():
             raise MemberError(f"{member.name} must not be a sparse file. Write the archive without --sparse")
-        if (member.islnk() or member.issym()) and _split(member.name):
+        if (member.islnk() or member.issym()) and names.split(member.name):
             raise MemberError(
                 f"{member.name} must be a file, got a link. Write the archive with tar --hard-dereference --dereference"
             )
-        if member.isreg() and (split := _split(member.name)):
+        if member.isreg() and (split := names.split(member.name)):
             yield member.name, *split, member
 
 
-def _split(name: str) -> tuple[str, str] | None:
-    found = _NAME.fullmatch(name)
-    return (found[1], found[2].lower()) if found and not _META.search(name) else None
+def index_tar(path: Path, name: str, out: Path, key: str = "") -> Shard:
+    """Write the file of an archive's offsets, from its headers, to the index's folder `out`, and return the shard,
+    with notes for `said_of_names`. Raises DatasetError if it cannot be written; ShardCorruptError for a damaged
+    archive."""
+    settings: dict[str, Any] = {"key": key} if key else {}
+    size, offsets, notes = _samples(path, name, settings)
+    return record_shard("webdataset", path, out, name, size, offsets, settings | notes)
 
 
-def index_tar(path: Path, name: str, out: Path) -> Shard:
-    """Write the file of an archive's offsets, from its headers, to the index's folder `out`, and return the shard.
-    Raises DatasetError if it cannot be written; ShardCorruptError for a damaged archive."""
-    size, offsets = _samples(path, name)
-    return record_shard("webdataset", path, out, name, size, offsets)
+def said_of_names(root: Path, shards: list[Shard]) -> list[Shard]:
+    """Warn of what archives' names mean, and return the shards without the notes of that."""
+    left_out, joined = ([each.settings[kind] for each in shards if kind in each.settings] for kind in _KINDS_OF_NOTES)
+    if left_out:
+        warnings.warn(
+            f"{root}: {sum(count for count, *_ in left_out)} members of archives are left out, because their names "
+            f"have no dot or begin with one, such as {left_out[0][1]!r}",
+            stacklevel=6,
+        )
+    if joined:
+        _, first, second = joined[0]
+        warnings.warn(
+            f"{root}: {sum(count for count, *_ in joined)} samples join members such as {first!r} and {second!r}: "
+            "the key ends at the first dot, as WebDataset has it. If each is a sample of its own, index the folder "
+            'with key="last_dot"',
+            stacklevel=6,
+        )
+    return [
+        replace(each, settings={name: value for name, value in each.settings.items() if name not in _KINDS_OF_NOTES})
+        for each in shards
+    ]
 
 
 def _check_end(file: BinaryIO, at: int, name: str) -> None:
@@ -255,27 +316,30 @@ def _check_end(file: BinaryIO, at: int, name: str) -> None:
             )
 
 
-def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
+def _samples(
+    path: Path, name: str, settings: Mapping[str, Any]
+) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]], dict[str, Any]]:
     file, size = open_file(path, name)
-    ended = 0
+    names, ended = _NotedNames(settings), 0
 
     def plain() -> Iterator[IndexedMember]:
         nonlocal ended
-        ended = yield from _walk(file.read, size)
+        ended = yield from _walk(file.read, size, names)
 
     try:
-        offsets = _offsets(plain(), name, size)
+        offsets = _offsets(plain(), name, size, names)
     except _NotPlainError:
-        return size, _samples_by_tarfile(path, name, size)
+        names = _NotedNames(settings)
+        return size, _samples_by_tarfile(path, name, size, names), names.notes
     with open(path, "rb", opener=open_plain) as archive:
         _check_end(archive, ended, name)
-    return size, offsets
+    return size, offsets, names.notes
 
 
-def _samples_by_tarfile(path: Path, name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _samples_by_tarfile(path: Path, name: str, size: int, names: _NotedNames) -> np.ndarray[Any, np.dtype[np.int64]]:
     try:
         with open(path, "rb", opener=open_plain) as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            offsets = _offsets(_tarfile_found(file, archive, name), name, size)
+            offsets = _offsets(_tarfile_found(file, archive, name, names), name, size, names)
             _check_end(file, archive.offset, name)
             return offsets
     except MemberError as error:
@@ -291,8 +355,8 @@ def _samples_by_tarfile(path: Path, name: str, size: int) -> np.ndarray[Any, np.
         raise ShardCorruptError(f"{name} must be a plain tar archive: {error}. {remedy}") from error
 
 
-def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Iterator[IndexedMember]:
-    for member_name, key, column, member in _members(archive):
+def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str, names: _Names) -> Iterator[IndexedMember]:
+    for member_name, key, column, member in _members(archive, names):
         head = os.pread(file.fileno(), tarfile.BLOCKSIZE, member.offset_data - tarfile.BLOCKSIZE)
         if head[257:262] == b"ustar" and head[262:263] != b"\0" and head[345:].strip(b"\0"):
             raise ShardCorruptError(
@@ -302,28 +366,38 @@ def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Itera
         yield member_name, key, column, begin, begin + member.size, archive.offset
 
 
-def _offsets(members: Iterable[IndexedMember], name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _offsets(
+    members: Iterable[IndexedMember], name: str, size: int, names: _NotedNames
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the offsets of the samples and the end of the last. Raises ShardCorruptError if the archive is truncated,
     or the members of a sample do not fit together."""
     begins = array("q")
     keys: set[str] = set()
-    last, columns, end = "", set[str](), 0
+    last, columns, end = "", dict[str, str](), 0
+    is_joined = False
     for member_name, key, column, _, data_end, member_end in members:
         if data_end > size:
             raise ShardCorruptError(f"{name} is truncated within {member_name}. Fetch or write the archive again")
         if key != last:
             if key in keys:
                 raise ShardCorruptError(
-                    f"{name}: a sample's members must follow each other, got {member_name} after others"
+                    f"{name}: a sample's members must follow each other, got {member_name} after others. Write the "
+                    'archive in order of names, or index it with key="last_dot" if keys end at the last dot'
                 )
             keys.add(key)
             begins.append(end if begins else 0)
-            last, columns = key, set()
+            last, columns, is_joined = key, {}, False
         if column in columns:
             raise ShardCorruptError(
                 f"{name}: a sample must have each column (a member's name after its first dot, in lower case) once, "
                 f"got {column!r} again by {member_name}. Write the archive without this member"
             )
-        columns.add(column)
+        if "." in column and not is_joined:
+            ending = column.rpartition(".")[1:]
+            alike = next((other for known, other in columns.items() if known.rpartition(".")[1:] == ending), None)
+            if alike is not None:
+                is_joined = True
+                names.joined(alike, member_name)
+        columns[column] = member_name
         end = member_end
     return np.array([*begins, end], np.int64)
