@@ -127,7 +127,7 @@ def rows(chance: random.Random, begin: int, columns: int) -> pyarrow.Table:
     return pyarrow.table(made)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(120))
 def test_rows_are_those_of_the_query_engine(seed: int, tmp_path: Path) -> None:
     """A random table at each of its snapshots that are indexed."""
     chance, table, columns = random.Random(seed), tmp_path / "table", 0
@@ -312,7 +312,7 @@ def test_tables_are_recognised(mark: str, below: bool, tmp_path: Path, bucket: s
     for root in (str(tmp_path), bucket):
         with pytest.raises(DatasetError, match=rf"a {kind} table .*{root}/table is such"):
             index_parquet(f"{root}/table/day=1" if below else f"{root}/table")
-        with pytest.raises(DatasetError, match=f"{kind} table"):
+        with pytest.raises(DatasetError, match=rf"{kind} table|pyiceberg"):
             index_folder(f"{root}/table")
 
 
@@ -340,10 +340,11 @@ def test_files_of_a_table_are_never_read_without_its_log(tmp_path: Path) -> None
 def test_damaged_index_is_refused(table: Path) -> None:
     """The index's own list of deleted rows, which comes from another process."""
     index_table(table)
-    text = (table / "index.json").read_text()
+    path = table / "_penstock_index-000002.json"
+    text = path.read_text()
     [listed] = [shard.deleted for shard in index_table(table) if shard.deleted]
     longer = base64.b64encode(zlib.compress(bytes(1 << 20))).decode()
     for other in (longer, listed[:-4], "€"):
-        (table / "index-000002.json").write_text(text.replace(listed, other))
+        path.write_text(text.replace(listed, other))
         with pytest.raises(DatasetError, match="deleted rows"):
             read(table)

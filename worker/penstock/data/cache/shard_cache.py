@@ -34,7 +34,7 @@ from penstock.data.cache.index_watch import check_index, is_index_of
 from penstock.data.cache.prefetch import FetchStats, Prefetcher
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import INDEX, OWN_INDEX, SOURCE_NOTE, file_notes, first_notes, remedy_without_index
+from penstock.data.formats.index import INDEX, OWN, SOURCE_NOTE, file_notes, first_notes, remedy_without_index
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import is_full, unwritable
@@ -217,25 +217,26 @@ class ShardCache:
         return np.ones(len(hashed), bool) if self._validate is False else ~hashed
 
     def index(self) -> Descriptor:
-        """Return the open index file, fetched by one process of the host if the folder has none. In place of INDEX it
-        may be OWN_INDEX. Raises ShardUnavailableError, or DatasetError for a file that is no index."""
-        if self._index_name != INDEX:
+        """Return the open index file, fetched by one process of the host if the folder has none. Its name may begin
+        with OWN. Raises ShardUnavailableError, or DatasetError for a file that is no index."""
+        name = self._index_name
+        if name.startswith(OWN):
             return self._opened_index()
-        self._use_index(OWN_INDEX)
+        self._use_index(OWN + name)
         if self.index_path.exists():
             return self._opened_index()
-        self._use_index(INDEX)
+        self._use_index(name)
         try:
             return self._opened_index()
         except ShardUnavailableError as error:
             # a bucket may answer a request for a missing file by "forbidden"
             if self._in_place or not isinstance(error.__cause__, FileNotFoundError | PermissionError):
                 raise
-            self._use_index(OWN_INDEX)
+            self._use_index(OWN + name)
             try:
                 return self._opened_index()
             except ShardUnavailableError:
-                self._use_index(INDEX)
+                self._use_index(name)
                 raise error from error.__cause__
 
     def _opened_index(self) -> Descriptor:

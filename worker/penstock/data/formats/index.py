@@ -26,8 +26,10 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
 """Frequent endings of files that `index_folder` can index; it finds some others, too."""
 INDEX = "index.json"
-OWN_INDEX = "_penstock_index.json"
-"""Name of an index beside files of other libraries, which their readers leave out. It counts if both exist."""
+OWN = "_penstock_"
+"""Begin of the names of indexes beside files of other libraries, which their readers leave out, and tables' vacuums."""
+OWN_INDEX = OWN + INDEX
+"""Name of an index beside files of other libraries. It counts if both exist."""
 VERSION_NOTE = "dataset_version"
 """Note with the number of the dataset's version that the index describes (cache/dataset_versions.py)."""
 SPLITS_NOTE = "splits"
@@ -60,7 +62,7 @@ _OWN = {
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
-_INDEX_NAME = re.compile(r"index(-\d{6,})?\.json|_penstock_index\.json")
+_INDEX_NAME = re.compile(rf"({OWN})?index(-\d{{6,}})?\.json")
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
 _NONE: Mapping[str, str] = {}
 

@@ -89,7 +89,7 @@ def index_folder(
             JSON lines (.jsonl, .ndjson), CSV and TSV with a header (.csv, .tsv), tar archives of WebDataset (.tar),
             TFRecord (.tfrecord and the like), ArrayRecord (.array_record and the like), Megatron-core's token files
             (.bin beside .idx), or a Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A
-            DatasetDict gets an index in each split's folder. A table of Delta Lake is indexed as by
+            DatasetDict gets an index in each split's folder. A table of Delta Lake or Iceberg is indexed as by
             index_table. A folder that Megatron Energon prepared keeps its splits
             and fields. Beside each JSON lines, CSV, tar or TFRecord file a file .penstock-index is written.
         format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";

@@ -3,6 +3,7 @@ snapshot becomes a version of the dataset, which has the snapshot's own number."
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,14 +15,15 @@ from typing import Any
 import numpy as np
 
 from penstock.data.cache.dataset_versions import check_version
-from penstock.data.formats.index import INDEX, OWN_INDEX, SOURCE_NOTE, VERSION_NOTE, version_index, write_index
+from penstock.data.formats.index import INDEX, OWN, OWN_INDEX, SOURCE_NOTE, VERSION_NOTE, version_index, write_index
 from penstock.data.formats.parquet.shards import Tail, local_tail, shard_of_tail
 from penstock.data.formats.parquet.table_files import TABLE_FILE, Bits, encoded_rows, live_counts
 from penstock.data.formats.shards import Shard
-from penstock.data.formats.table_marks import DELTA, FOLDERS, HUDI, ICEBERG, table_error
+from penstock.data.formats.table_marks import DELTA, FOLDERS, HUDI, ICEBERG, METADATA, table_error
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.index_parquet import REMOTE_THREADS, remote_tail
 from penstock.data.writing.tables.delta import VECTOR, delta_snapshot
+from penstock.data.writing.tables.iceberg import iceberg_snapshot
 from penstock.data.writing.tables.recognise import table_at
 from penstock.data.writing.tables.snapshot import TableFile, TableSnapshot, are_as_stored, columns_in
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError, SnapshotExpiredError
@@ -35,19 +37,22 @@ def index_table(
     storage_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
 ) -> list[Shard]:
-    """Write an index of a snapshot of a Delta Lake table, for StreamingDataset. Its samples are the
+    """Write an index of a snapshot of a Delta Lake or Iceberg table, for StreamingDataset. Its samples are the
     snapshot's rows: without deleted ones, with partitions, and with columns added, renamed and widened since a file was
-    written. The table's Parquet files are read where they lie; only its log and the files' footers are read here.
+    written. The table's Parquet files are read where they lie; only its log and the files' footers are read here, and
+    files that Iceberg's equality deletes may concern.
 
         index_table("s3://bucket/sales", out="/data/cache")
         dataset = StreamingDataset("s3://bucket/sales", "/data/cache")
 
     A snapshot is a version of the dataset, and keeps its number (docs/datasets.md): a state names it, and a loader goes
-    on in it after later commits. Call `index_table` again to index the newest snapshot. Needs penstock[delta].
+    on in it after later commits. Call `index_table` again to index the newest snapshot. Needs penstock[delta] or
+    penstock[iceberg].
 
     Args:
-        uri: folder of the table, or any URL that fsspec opens: the folder with `_delta_log`.
-        snapshot: version of the table, to be read with `version=`. None:
+        uri: folder of the table, or any URL that fsspec opens: the folder with `_delta_log` or `metadata`. Of an
+            Iceberg table also the address of a file metadata/....metadata.json; with a folder the newest one is read.
+        snapshot: version of a Delta Lake table, or snapshot ID of an Iceberg table, to be read with `version=`. None:
             the table's present one, which StreamingDataset then reads by default.
         out: local folder for the indexes; None: the table's folder. Give it as `local` of the StreamingDataset.
         storage_options: keyword arguments for fsspec's filesystem.
@@ -58,19 +63,10 @@ def index_table(
     InvalidArgumentError.
     """
     check_version("snapshot", snapshot)
-    remote = RemoteFolder(uri, storage_options)
+    folder, metadata = _parts(os.fspath(uri))
+    remote = RemoteFolder(folder, storage_options)
     try:
-        kind = table_at(uri, storage_options, timeout_s)
-        if kind == HUDI:
-            raise table_error(kind, remote.url)
-        if kind == ICEBERG:
-            raise DatasetError(f"{remote.url} is an Iceberg table, which is not read yet. Export it to Parquet")
-        if not kind:
-            raise DatasetError(
-                f"{remote.url} must be the folder of a Delta Lake or Iceberg table, but has neither _delta_log nor "
-                "metadata/*.metadata.json. Correct the address; index plain files with index_folder"
-            )
-        found = _snapshot(remote, snapshot, timeout_s)
+        found = _snapshot(remote, metadata, snapshot, storage_options, timeout_s)
         shards = _shards(remote, found, timeout_s)
         _publish(remote, shards, found.number, out, is_newest=snapshot is None, timeout_s=timeout_s)
     finally:
@@ -78,7 +74,28 @@ def index_table(
     return shards
 
 
-def _snapshot(remote: RemoteFolder, number: int | None, timeout_s: float) -> TableSnapshot:
+def _parts(uri: str) -> tuple[str, str]:
+    """Return a table's folder, and the name of the file of metadata if `uri` is one, else ""."""
+    above, _, name = uri.rpartition("/")
+    is_metadata = METADATA.fullmatch(name) and above.endswith(f"/{FOLDERS[ICEBERG]}")
+    return (above.rpartition("/")[0], name) if is_metadata else (uri, "")
+
+
+def _snapshot(
+    remote: RemoteFolder, metadata: str, number: int | None, options: Mapping[str, Any] | None, timeout_s: float
+) -> TableSnapshot:
+    kind = ICEBERG if metadata else table_at(remote.address, options, timeout_s)
+    if kind == HUDI:
+        raise table_error(kind, remote.url)
+    if kind == ICEBERG:
+        with contextlib.closing(RemoteFolder(f"{remote.address.rstrip('/')}/{FOLDERS[ICEBERG]}", options)) as inside:
+            names = [metadata] if metadata else inside.names(deadline_s=timeout_s)
+        return iceberg_snapshot(remote, names, number, timeout_s)
+    if not kind:
+        raise DatasetError(
+            f"{remote.url} must be the folder of a Delta Lake or Iceberg table, but has neither _delta_log nor "
+            "metadata/*.metadata.json. Correct the address; index plain files with index_folder"
+        )
     if remote.local:
         return delta_snapshot(remote.local, number, remote.url)
     found = remote.find(deadline_s=timeout_s)
@@ -159,11 +176,11 @@ def _publish(
     if out is not None:
         folder, notes = RemoteFolder(Path(out)), notes | {SOURCE_NOTE: str(remote.local or remote.url)}
     index, present = write_index(shards, notes), set(folder.names(deadline_s=timeout_s))
-    names = [version_index(number), *([INDEX] if is_newest or INDEX not in present else [])]
+    names = [OWN + version_index(number), *([OWN_INDEX] if is_newest or OWN_INDEX not in present else [])]
     try:
         for name in names:
             folder.write(name, index, deadline_s=timeout_s)
-        folder.remove(OWN_INDEX, deadline_s=timeout_s)  # of plain files, before they became a table's
+        folder.remove(INDEX, deadline_s=timeout_s)  # of plain files, before they became a table's
     except OSError as error:
         raise DatasetError(
             f"{folder.url} cannot be written: {error}. Give the argument `out`, a folder that you may write to"

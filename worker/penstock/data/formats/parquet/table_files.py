@@ -120,12 +120,19 @@ class TableView:
             live = arrow.array(~self._deleted[self._bounds[group] : self._bounds[group + 1]])
             columns = {name: array.filter(live) for name, array in columns.items()}
         return {
-            name: _changed(columns[source], *more) for name, (source, *more) in self._columns.items() if name in wanted
+            name: changed(columns[source], *more) for name, (source, *more) in self._columns.items() if name in wanted
         }
 
 
 def _constant(name: str, kind: Any = None, text: str | None = None) -> Column:
     return constant_column(name, None if text is None else value_of_text(text, kind), _type(kind) if kind else None)
+
+
+def constant_array(rows: int, kind: Any = None, text: str | None = None) -> Any:
+    """Return the values of a constant column as a chunked array."""
+    arrow = importlib.import_module("pyarrow")
+    value = None if text is None else value_of_text(text, kind)
+    return arrow.chunked_array([arrow.array([value] * rows, _type(kind) if kind else None)])
 
 
 def _without_views(array: Any) -> Any:
@@ -147,7 +154,7 @@ def _without_views(array: Any) -> Any:
     )
 
 
-def _changed(array: Any, kind: Any = None) -> Any:
+def changed(array: Any, kind: Any = None) -> Any:
     """Return a chunked array as the table has it. `kind`: type in the index, see above."""
     arrow = importlib.import_module("pyarrow")
     if kind is None:

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -56,7 +57,10 @@ def delta_snapshot(root: Path, version: int | None, where: str) -> TableSnapshot
         raise DatasetError(f"{where}: the Delta Lake table needs {what}, which Penstock does not read")
     mode = metadata.configuration.get("delta.columnMapping.mode", "none")
     root = root.resolve()
-    columns = tuple(_column(each, mode, where) for each in json.loads(table.schema().to_json())["fields"])
+    read = [_column(each, mode, where) for each in json.loads(table.schema().to_json())["fields"]]
+    columns = tuple(  # a partition's value is that of the log, also if the file has one
+        replace(each, stored=(), number=None) if each.name in metadata.partition_columns else each for each in read
+    )
     return TableSnapshot("Delta Lake", table.version(), columns, _files(table, root, metadata.partition_columns, where))
 
 
@@ -103,12 +107,12 @@ def _files(table: Any, root: Path, partitions: list[str], where: str) -> list[Ta
         values = action.get("partition") or {}
         constants = {column: text_of_value(values.get(column)) for column in partitions}
         listed = action["modification_time"] or 0, name
-        found.append((listed, TableFile(name, deleted.pop(name, None), constants, action["size_bytes"])))
+        found.append((listed, TableFile(name, deleted.pop(name, None), constants)))
     assert not deleted, f"deletion vectors of unknown files: {list(deleted)[:3]}"
     return [file for _, file in sorted(found, key=lambda each: each[0])]  # what is appended comes last
 
 
-_LISTED = ("path", "size_bytes", "modification_time", "partition")
+_LISTED = ("path", "modification_time", "partition")
 
 
 def _deleted(table: Any, root: Path, where: str) -> dict[str, Bits]:
@@ -142,7 +146,7 @@ def _relative(path: str, root: Path) -> str | None:
 def _column(field: dict[str, Any], mode: str, where: str) -> Column:
     about = field.get("metadata", {})
     name = field["name"]
-    stored = name if mode == "none" else about["delta.columnMapping.physicalName"]
+    stored = (name if mode == "none" else about["delta.columnMapping.physicalName"],)
     number = about["delta.columnMapping.id"] if mode == "id" else None
     return Column(name, _type(field["type"], mode, f"{where}: column {name!r}"), stored, number)
 

@@ -34,8 +34,8 @@ class Column:
 
     name: str
     type: ColumnType
-    stored: str
-    """Name in files whose columns have no number."""
+    stored: tuple[str, ...]
+    """Names in files whose columns have no numbers; none for a column that is in no file."""
     number: int | None = None
     """Number in files, if they are told apart by it."""
     default: str | None = None
@@ -53,9 +53,7 @@ class TableFile:
     deleted: Bits | None = None
     """True for each deleted row; may end before the file's last row. None if no row is deleted."""
     constants: Mapping[str, str | None] = field(default_factory=dict)
-    """Name of a column that is not in the file -> text of its one value."""
-    size: int | None = None
-    """Bytes; None if the log does not say."""
+    """Name of a column -> text of its one value, if it is not in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,9 @@ def columns_in(columns: Sequence[Column], constants: Mapping[str, str | None], s
     """Return the index's "table" field for a file. `schema`: its pyarrow Schema. `where`: for errors. Raises
     DatasetError."""
     own = [schema.field(number) for number in range(len(schema))]
+    numbered = [column for column in columns if column.number is not None and not column.stored]
+    if numbered and own and all(_number(each) is None for each in own):
+        raise DatasetError(f"{where} has no numbers of its columns, and the table no names for them (name mapping)")
     return [_column(column, own, where, constants) for column in columns]
 
 
@@ -80,14 +81,12 @@ def are_as_stored(columns: Sequence[Any], schema: Any) -> bool:
 
 
 def _column(column: Column, fields: Sequence[Any], where: str, constants: Mapping[str, str | None]) -> list[Any]:
-    if column.name in constants:
-        if not isinstance(column.type, str) or not column.type:
-            raise DatasetError(f"{where}: column {column.name!r} must have a plain type to be a partition's value")
-        return [column.name, None, column.type, constants[column.name]]
     found = _find(column, fields)
     if found is None:
-        missing = [column.name, None]
-        return [*missing, column.type, column.default] if column.default is not None else missing
+        text = constants.get(column.name, column.default)
+        if text is not None and (not isinstance(column.type, str) or not column.type):
+            raise DatasetError(f"{where}: column {column.name!r} must have a plain type to be a partition's value")
+        return [column.name, None] if text is None else [column.name, None, column.type, text]
     change = _change(column.type, found.type, f"{where}: column {column.name!r}")
     return [column.name, found.name] if change is None else [column.name, found.name, change]
 
@@ -98,7 +97,7 @@ def _find(column: Column, fields: Sequence[Any]) -> Any:
         if column.number is not None and number is not None:
             if number == column.number:
                 return each
-        elif each.name == column.stored:
+        elif each.name in column.stored:
             return each
     return None
 
