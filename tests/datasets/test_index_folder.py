@@ -124,7 +124,7 @@ def test_entries_of_another_release_do_not_count(tmp_path: Path, monkeypatch: py
     write(tmp_path / "a.jsonl", range(3))
     index_folder(tmp_path)
     before = (tmp_path / "_a.jsonl.penstock-index").stat().st_ino
-    monkeypatch.setattr(indexing, "STAMPS_VERSION", 2)
+    monkeypatch.setattr(indexing, "STAMPS_VERSION", 99)
     index_folder(tmp_path)
     assert (tmp_path / "_a.jsonl.penstock-index").stat().st_ino != before
 

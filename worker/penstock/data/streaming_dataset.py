@@ -27,6 +27,7 @@ from penstock.data.cache.open_shards import MIN_OPEN, OpenShards, PartTables
 from penstock.data.cache.prefetch import FetchStats
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.fields import unknown_columns
 from penstock.data.formats.file_ranges import part_shard
 from penstock.data.formats.format_table import reads_by_column
 from penstock.data.formats.index import SPLITS_NOTE, file_notes
@@ -105,6 +106,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         decoded_limit: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         version: int | Literal["newest"] | None = None,
+        fill: Mapping[str, Any] | None = None,
         skip_failures: int = 0,
         repair: Callable[[int, SampleCorruptError], Any] | None = None,
     ) -> None:
@@ -137,6 +139,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             version: number of the version to read, if the dataset has versions (docs/datasets.md). None: the newest, or
                 that of the state which a StreamingLoader loads. "newest": the same, but with a state between two epochs
                 the loader stays at the newest version.
+            fill: by the name of a column, the value in place of its nulls, and in samples that lack it. Without it a
+                batch of the default collate function with a null in a column of numbers is an error that names it.
             skip_failures: most samples in a row that loaders leave out of a batch because their bytes cannot be
                 decoded, such as broken images; with a warning, and counted in the state. Their order stays the same,
                 and a batch has fewer rows; one without a row is an error. A file that cannot be read is never skipped.
@@ -162,6 +166,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             raise InvalidArgumentError(
                 f"give either skip_failures, at least 0, or repair, a function, got {skip_failures} and {repair!r:.100}"
             )
+        self._fill = dict(fill or {})
+        self._is_tolerant = self.skip_failures > 0 or repair is not None
+        self._changes_samples = self._is_tolerant or bool(self._fill)
         limit = byte_count("cache_limit", cache_limit)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
         remotes = [remote_of(stream) for stream in self.streams]
@@ -243,6 +250,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         ]
         for own, (_, _, name), options in zip(self._tables, remotes, self._options, strict=True):
             check_columns(own, options.columns, name)
+            check_columns(own, tuple(self._fill), name)
+            if options.columns is not None and (error := unknown_columns(f"{name}: fill", self._fill, options.columns)):
+                raise InvalidArgumentError(error)
             if own and own[0].format == "mds":
                 try:
                     # raises an error now instead of after a shard was fetched
@@ -327,21 +337,17 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         if several is not None:
             return self._read_many(np.array(several, np.int64))
         at = one_number(index, len(self), self.name)
-        if self._is_tolerant:
-            return self._read_tolerantly(at)
+        if self._changes_samples:
+            return self._read_one(at)
         shard = bisect_right(self._starts, at) - 1
         return self._open.get(shard, self._opened)[at - self._starts[shard]]
 
-    @property
-    def _is_tolerant(self) -> bool:
-        return self.skip_failures > 0 or self._repair is not None
-
-    def _read_tolerantly(self, at: int) -> Any:
-        """Return a sample, with its images decoded, or what `repair` gives for it."""
+    def _read_one(self, at: int) -> Any:
+        """Return a sample, finished, or what `repair` gives for it."""
         shard = bisect_right(self._starts, at) - 1
         row = at - self._starts[shard]
         try:
-            return self._with_images(self._open.get(shard, self._opened)[row], shard, row)
+            return self._finished(self._open.get(shard, self._opened)[row], shard, row)
         except SampleCorruptError as error:
             if self._repair is None:
                 raise
@@ -349,11 +355,16 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             with forbid_stop_iteration(f"repair for sample {at}"):
                 return self._repair(at, error)
 
-    def _with_images(self, sample: dict[str, Any], number: int, row: int) -> dict[str, Any]:
-        try:
-            load_images(sample)
-        except ImageError as error:
-            raise SampleCorruptError(f"{self._place(number, row)}, {error}. {CORRECT}") from error
+    def _finished(self, sample: dict[str, Any], number: int, row: int) -> dict[str, Any]:
+        """Fill a sample's nulls, and decode its images if broken ones are skipped or repaired."""
+        for name, value in self._fill.items():
+            if sample.get(name) is None:
+                sample[name] = value
+        if self._is_tolerant:
+            try:
+                load_images(sample)
+            except ImageError as error:
+                raise SampleCorruptError(f"{self._place(number, row)}, {error}. {CORRECT}") from error
         return sample
 
     def place_of(self, index: int) -> str:
@@ -379,15 +390,15 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return self._read_many(samples)
 
     def _read_many(self, samples: Ints) -> list[dict[str, Any]]:
-        if not self._is_tolerant:
+        if not self._changes_samples:
             return self._read_bulk(samples)
         try:
             found = self._read_bulk(samples)
             for number, sample in zip(samples.tolist(), found, strict=True):
-                self._with_images(sample, shard := bisect_right(self._starts, number) - 1, number - self._starts[shard])
+                self._finished(sample, shard := bisect_right(self._starts, number) - 1, number - self._starts[shard])
             return found
         except SampleCorruptError:
-            return [self._read_tolerantly(number) for number in samples.tolist()]
+            return [self._read_one(number) for number in samples.tolist()]
 
     def _read_bulk(self, samples: Ints) -> list[dict[str, Any]]:
         shards = np.searchsorted(self._units.bounds, samples, side="right") - 1
@@ -413,7 +424,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             if columns is None:
                 return None
             parts.append((chosen, columns))
-        return joined(len(samples), parts)
+        found = joined(len(samples), parts)
+        for name, value in self._fill.items() if found is not None else ():
+            values = found.get(name)
+            if isinstance(values, list):
+                found[name] = [value if each is None else each for each in values]
+        return found
 
     def is_at_hand(self, samples: Ints) -> bool:
         shards = np.searchsorted(self._units.bounds, samples, side="right") - 1

@@ -38,6 +38,7 @@ from penstock.data.converting.convert_part import (
 )
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.formats.arrow.ipc_messages import MAGIC
+from penstock.data.formats.columnar.common_types import common_types_of
 from penstock.data.formats.columnar.values import storage_of
 from penstock.data.formats.index import INDEX, SPLITS_NOTE, index_notes, join_indexes, read_index, write_index
 from penstock.data.formats.parquet.shards import pyarrow_parquet
@@ -238,7 +239,7 @@ def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
             begin = file.read(len(MAGIC))
             file.seek(0)
             schema = (arrow.ipc.open_file if begin == MAGIC else arrow.ipc.open_stream)(file).schema
-        return {field.name: storage_of(field.type) for field in schema}
+        return {field.name: storage_of(field.type) for field in schema} | common_types_of(shard.settings)
 
 
 def _known_encodings(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str]:

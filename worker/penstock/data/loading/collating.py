@@ -43,19 +43,21 @@ def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any
 
 
 @contextmanager
-def naming_rows(found: list[Any] | Columns, rows: Callable[[], str], place_of: Callable[[int], str]) -> Iterator[None]:
+def naming_rows(
+    found: list[Any] | Columns, rows: Callable[[], str], place_of: Callable[[int], str], *, own_collate: bool
+) -> Iterator[None]:
     """Let errors of a collate function in the block say which rows it got. `found`: the samples, or their columns;
     `rows`: names them all; `place_of`: names one by its index. A null becomes a DatasetError: torch's says only that it
-    cannot infer a dtype."""
+    cannot infer a dtype; not if it is the user's function, which may accept nulls."""
     try:
         yield
     except Exception as error:
-        null = _first_null(found) if isinstance(error, TypeError) else None
+        null = None if own_collate else _first_null(found)
         if null is not None:
             column, index = null
             raise DatasetError(
-                f"{place_of(index)}: column {column!r} is null, and the collate_fn makes no batch of it. Give "
-                f"StreamingDataset fill={{{column!r}: ...}}, leave the column out by columns=, or write a collate_fn"
+                f"{place_of(index)}: column {column!r} is null, of which no batch can be made. Give StreamingDataset "
+                f"fill={{{column!r}: VALUE}}, leave the column out by columns=, or write a collate_fn"
             ) from error
         error.add_note(f"raised for a batch of {rows()}")
         raise

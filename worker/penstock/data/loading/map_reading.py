@@ -57,7 +57,7 @@ class MapReader:
         draw reads the samples. many: reads samples by numbers, with errors that name them; unless these are seeded."""
         self.dataset, self.collate = dataset, checked_collate(collate_fn)
         self.name, self._length = name, epoch_size
-        own_collate = may_draw(collate_fn)
+        own_collate = self._own_collate = may_draw(collate_fn)
         seeds_samples = own_samples and not threads if reseed is None else reseed
         seeds_collate = own_collate if reseed is None else reseed
         self._key = derive_seed(seed, "sample") if seeds_samples else None
@@ -184,7 +184,7 @@ class MapReader:
             place = getattr(self.dataset, "place_of", lambda number: f"{self.name}: sample {number}")
             return str(place(int(ids[index])))
 
-        return naming_rows(found, rows, place_of)
+        return naming_rows(found, rows, place_of, own_collate=self._own_collate)
 
     def sources(self, numbers: Ints) -> Sequence[str] | None:
         """Return each sample's source by `sources_of` of the dataset, if it has it."""

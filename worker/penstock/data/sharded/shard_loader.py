@@ -130,6 +130,7 @@ class ShardLoader(Loader):
         self._tail: Tail = APART if unbatched and tail == "emit" else tail
         self._collate = _only if unbatched else checked_collate(collate_fn)
         self._seed = identity.seed if seed is None else seed
+        self._own_collate = may_draw(collate_fn)
         draws = not unbatched and collate_fn is not collate_packed and may_draw(collate_fn)
         self._collate_key = derive_seed(self._seed, "collate") if draws else None
         self._warned = False
@@ -427,7 +428,10 @@ class ShardLoader(Loader):
             epoch, shard, index = share.first_row()
             return f"{len(samples)} samples, of which the first is sample {index} of shard {shard} (epoch {epoch})"
 
-        with naming_rows(samples, rows, lambda index: f"sample {index} of a batch of {rows()}"):
+        def place_of(index: int) -> str:
+            return f"sample {index} of a batch of {rows()}"
+
+        with naming_rows(samples, rows, place_of, own_collate=self._own_collate):
             return self._collate(samples)
 
     def _empty(self, sample: Any) -> Any:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.data.formats.array_record import index_array_record
-from penstock.data.formats.arrow.reader import index_arrow
+from penstock.data.formats.arrow.reader import index_arrow, with_common_types
 from penstock.data.formats.arrow.saved_datasets import saved_files
 from penstock.data.formats.fields import check_same_columns
 from penstock.data.formats.megatron import index_megatron
@@ -67,12 +67,16 @@ def _tar_files(root: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def _tar_shards(root: Path, shards: list[Shard]) -> list[Shard]:
-    return prepared_shards(root, said_of_names(root, shards))
+    return prepared_shards(root, said_of_names(shards))
 
 
 def _of_same_columns(root: Path, shards: list[Shard]) -> list[Shard]:
     check_same_columns(shards, in_order=shards[0].format == "csv_rows")
     return shards
+
+
+def _of_common_types(root: Path, shards: list[Shard]) -> list[Shard]:
+    return with_common_types(_of_same_columns(root, shards))
 
 
 def _of_one_kind(root: Path, shards: list[Shard]) -> list[Shard]:
@@ -91,13 +95,15 @@ _ARRAY_RECORD = IndexableFormat(
 )
 
 INDEXABLE: Mapping[str, IndexableFormat] = {
-    "arrow": IndexableFormat(_arrow_files, _without_offsets(index_arrow), _of_same_columns),
+    "arrow": IndexableFormat(_arrow_files, _without_offsets(index_arrow), _of_common_types),
     "tfrecord": _TFRECORD,
     "array_record": _ARRAY_RECORD,
     "json_lines": IndexableFormat(_named(r".*\.(jsonl|ndjson)"), index_json_lines),
     "csv_rows": IndexableFormat(_named(r".*\.(csv|tsv)"), index_csv_rows, _of_same_columns),
     "webdataset": IndexableFormat(_tar_files, index_tar, _tar_shards),
-    "webdataset-last_dot": IndexableFormat(_TARS, partial(index_tar, key=LAST_DOT), said_of_names),
+    "webdataset-last_dot": IndexableFormat(
+        _TARS, partial(index_tar, key=LAST_DOT), lambda root, shards: said_of_names(shards)
+    ),
     "megatron": IndexableFormat(_megatron_files, _without_offsets(index_megatron)),
     "tfrecord-bytes": replace(_TFRECORD, join=_as("bytes")),
     "tfrecord-example": replace(_TFRECORD, join=_as("example")),

@@ -23,7 +23,7 @@ from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 STAMPS = ".penstock-indexed"
 """File with the entries of indexed files, each with the identity of the file's content."""
-STAMPS_VERSION = 1
+STAMPS_VERSION = 2
 """Increase it when a change of the code gives the same file another entry in the index: entries of older versions are
 ignored, so all files are read again."""
 PROGRAM = "penstock.data.writing.indexing"

@@ -12,6 +12,7 @@ needed (`_Copy`). The reader of a part (file_ranges.py) also has the file's head
 
 from __future__ import annotations
 
+import base64
 import importlib
 import itertools
 import mmap
@@ -33,7 +34,8 @@ from penstock.data.formats.arrow.ipc_messages import (
     messages_between,
     rows_of_batch,
 )
-from penstock.data.formats.columnar.columns import Column, column_of
+from penstock.data.formats.columnar.columns import Column
+from penstock.data.formats.columnar.common_types import CommonTypes, check_types, common_types_of
 from penstock.data.formats.columnar.reader import Block, BlocksReader
 from penstock.data.formats.columnar.values import storage_of
 from penstock.data.formats.decoded_blocks import MEMORY
@@ -51,6 +53,8 @@ PAGE_BYTES = 4096
 """Least bytes that are read at a time from a file that is not mapped."""
 COLUMN_BYTES = 2048
 """Memory of a column's objects in a mapped record batch, in bytes; 8 more for each row."""
+_SCHEMA = "schema"
+"""Setting that only indexing has, until `with_common_types`: the file's serialized schema, in base64."""
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 Read = Callable[[Any, int, int], None]
@@ -310,7 +314,8 @@ class ArrowReader(BlocksReader):
         self._firsts = file.blocks()
         """First record batch of each block, then the number of record batches."""
         blocks = [sum(file.rows[first:end]) for first, end in itertools.pairwise(self._firsts)]
-        super().__init__(stored.name, blocks, file.names, 0, part.first if part else 0)
+        first, types = part.first if part else 0, common_types_of(shard.settings)
+        super().__init__(stored.name, blocks, file.names, 0, first, types)
         self._file: _ArrowFile | None = file
         self._mapped = file.mapped() if file.by_rows and file.size and _is_local(path.absolute().parent) else None
         self._is_listed = bool(shard.blocks)
@@ -344,7 +349,7 @@ class ArrowReader(BlocksReader):
         if not file.by_rows:
             MEMORY.make_room(file.batches[first][2])
             table = self._checked(first, file.whole(first))
-            return Block([(name, column_of(name, table[name])) for name in self._wanted], table.nbytes)
+            return Block([(name, self._column(name, table[name])) for name in self._wanted], table.nbytes)
         if self._mapped is not None and os.fstat(file.descriptor.fileno()).st_mtime_ns != file.version:
             raise self._changed()
         arrow = _pyarrow()
@@ -354,16 +359,16 @@ class ArrowReader(BlocksReader):
             for batch in batches:
                 _check_columns(batch)
             table = arrow.Table.from_batches(batches).combine_chunks()
-            columns = [(name, column_of(name, table[name])) for name in self._wanted]
+            columns = [(name, self._column(name, table[name])) for name in self._wanted]
             return Block(columns, nbytes + table.nbytes)
         if self._mapped is not None:
             return Block(self._columns(self._batch(first, self._data(first))), nbytes)
         copy = _Copy(file, first)
         batch = self._batch(first, copy.buffer)
         arrays = [batch[name] for name in self._wanted]
-        for array in arrays:
+        for name, array in zip(self._wanted, arrays, strict=True):
             _need_structure(array, copy.need)
-            if _is_copied(array.type):
+            if _is_copied(array.type) or name in self._types:
                 _need_values(array, 0, len(array), copy.need)
 
         def fetch(begin: int, end: int) -> None:
@@ -389,7 +394,7 @@ class ArrowReader(BlocksReader):
         batch = batch.select(self._wanted)
         _check_columns(batch)
         arrays = zip(self._wanted, batch.columns, strict=True)
-        return [(name, column_of(name, _pyarrow().chunked_array([array]))) for name, array in arrays]
+        return [(name, self._column(name, _pyarrow().chunked_array([array]))) for name, array in arrays]
 
     def _checked(self, number: int, batch: Any) -> Any:
         if batch.num_rows != self._opened().rows[number]:
@@ -430,11 +435,22 @@ def index_arrow(path: Path, name: str) -> Shard:
         "arrow",
         sum(file.rows),
         (ShardFile(StoredFile(name, file.size)),),
-        settings={"column_names": file.names},
+        settings={"column_names": file.names, _SCHEMA: base64.b64encode(file.schema.serialize().to_pybytes()).decode()},
         blocks=blocks,
         decoded_bytes=sum(size for _, _, size, _ in file.batches) if blocks else 0,
     )
     return _with_parts(shard, file)
+
+
+def with_common_types(shards: list[Shard]) -> list[Shard]:
+    """Return the shards with the types of their columns (common_types.py) instead of their schemas. Raises
+    DatasetError."""
+    arrow, types = _pyarrow(), CommonTypes()
+    for shard in shards:
+        types.add(shard.name, arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(shard.settings[_SCHEMA]))))
+    plain = [{name: value for name, value in shard.settings.items() if name != _SCHEMA} for shard in shards]
+    own = zip(shards, plain, types.settings(), strict=True)
+    return [replace(shard, settings={**settings, **more}) for shard, settings, more in own]
 
 
 def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
@@ -455,3 +471,4 @@ def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
 
 def check_arrow(settings: dict[str, Any]) -> None:
     names(settings, "column_names")
+    check_types(settings)

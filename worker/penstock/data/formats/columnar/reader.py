@@ -9,12 +9,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from penstock.data.batch_columns import Columns, by_number, joined
-from penstock.data.formats.columnar.columns import Column, constant_column
+from penstock.data.formats.columnar.columns import Column, column_of, constant_column
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.fields import unknown_columns
 from penstock.data.ordering.permutation import Ints
@@ -40,9 +41,18 @@ class BlocksReader(ABC):
     block_kind: str
     """What the format calls a block, for errors."""
 
-    def __init__(self, name: str, blocks: Sequence[int], names: list[str], first_block: int, first_row: int) -> None:
-        """`first_block`, `first_row`: numbers in the whole file, for errors, if the reader reads a part of it."""
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        blocks: Sequence[int],
+        names: list[str],
+        first_block: int,
+        first_row: int,
+        types: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`first_block`, `first_row`: numbers in the whole file, for errors, if the reader reads a part of it. `types`:
+        those to which columns are cast (common_types.py)."""
+        self.name, self._types = name, types
         self._begins = [0, *accumulate(blocks)]
         self._first_block, self._first_row = first_block, first_row
         self._names, self._wanted = names, names
@@ -64,6 +74,19 @@ class BlocksReader(ABC):
     @abstractmethod
     def _decode(self, number: int) -> Block:
         """Return a block with the columns `_wanted`. May raise any error."""
+
+    def _column(self, name: str, chunks: Any) -> Column:
+        """Return a column of a block, of the type that all files of the dataset have for it."""
+        kind = self._types.get(name)
+        if kind is None:
+            return column_of(name, chunks)
+        try:
+            return column_of(name, chunks.cast(kind))
+        except ValueError as error:  # pyarrow's errors
+            raise DatasetError(
+                f"{self.name}: column {name!r} must be readable as {kind}, the type that fits all files: {error}. "
+                "Write the file again with this type"
+            ) from error
 
     def __len__(self) -> int:
         return self._begins[-1]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.data.formats.columnar.columns import column_of
+from penstock.data.formats.columnar.common_types import check_types, common_types_of
 from penstock.data.formats.columnar.reader import Block, BlocksReader
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
@@ -49,6 +49,7 @@ def check_parquet(settings: dict[str, Any]) -> None:
     """Column names are optional, because a file describes its own columns. Raises InvalidField."""
     if "column_names" in settings:
         names(settings, "column_names")
+    check_types(settings)
 
 
 def read_footer(shard: Shard, path: Path) -> Footer:
@@ -133,7 +134,7 @@ class ParquetReader(BlocksReader):
                 f"{self.name} must have the row groups that the index lists. Index the folder again"
             )
         listed = list(self._schema.names) if self._view is None else self._view.names
-        super().__init__(stored.name, blocks, listed, first, sum(counts[:first]))
+        super().__init__(stored.name, blocks, listed, first, sum(counts[:first]), common_types_of(shard.settings))
         if self._view is not None:
             self._constants = self._view.constants
             self.select(listed)
@@ -184,7 +185,7 @@ class ParquetReader(BlocksReader):
         else:
             arrays = self._view.arrays(self._first_block + number, table, self._wanted)
             arrays = {name: _expanded(array) for name, array in arrays.items()}
-        columns = [(name, column_of(name, arrays[name])) for name in self._wanted]
+        columns = [(name, self._column(name, arrays[name])) for name in self._wanted]
         with self._lock:
             if self._is_open:
                 self._idle.append(file)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.data.formats.columnar.common_types import CommonTypes
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import check_same_columns, check_unique
 from penstock.data.formats.file_ranges import file_range
@@ -35,18 +36,25 @@ def pyarrow_parquet() -> Any:
 
 def parquet_shards(files: Iterable[tuple[str, Path]]) -> list[Shard]:
     """Return a shard for each (path relative to the dataset's folder, file). All files must have columns of the same
-    names, because a loader makes batches of rows from any of them. Raises DatasetError."""
+    names, and of types that fit, because a loader makes batches of rows from any of them. Raises DatasetError."""
     return shards_of_tails((name, partial(local_tail, path)) for name, path in files)
 
 
 def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Shard]:
     """Return a shard for each (name, function that returns the end of the file). Raises DatasetError as parquet_shards;
     the functions' errors become ShardCorruptError, but those of Penstock stay."""
-    shards = [shard_of_tail(name, tail_and_size)[0] for name, tail_and_size in files]
-    for shard in shards:
-        check_unique(shard.name, shard.settings["column_names"])
+    shards, types = [], CommonTypes()
+    for name, tail_and_size in files:
+        shard, footer = shard_of_tail(name, tail_and_size)
+        check_unique(name, shard.settings["column_names"])
+        shards.append(shard)
+        types.add(name, footer.schema)
     check_same_columns(shards)
-    return [replace(shard, settings=shards[0].settings) for shard in shards]
+    settings = shards[0].settings
+    return [
+        replace(shard, settings={**settings, **own} if own else settings)
+        for shard, own in zip(shards, types.settings(), strict=True)
+    ]
 
 
 def shard_of_tail(name: str, tail_and_size: Callable[[], Tail]) -> tuple[Shard, Footer]:

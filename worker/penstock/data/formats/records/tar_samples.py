@@ -41,8 +41,14 @@ _BLANKS, _ADLER = 8 * b" ", 65521
 """What stands for a header's checksum while it is made, and the modulus of Adler-32."""
 LAST_DOT = "last_dot"
 """Value of the setting `key` of an archive whose keys end at the last dot."""
-_KINDS_OF_NOTES = _LEFT_OUT, _JOINED = "left_out", "joined"
-"""Settings that only indexing has: [count, first name], and [count, first name, second name]."""
+_LEFT_OUT, _JOINED = "left_out", "joined"
+_SAID = {
+    _LEFT_OUT: "{count} members of archives are left out, because their names have no dot or begin with one, such as "
+    "{names} in {archive}",
+    _JOINED: "{count} samples join members such as {names} in {archive}: the key ends at the first dot, as WebDataset "
+    'has it. If each is a sample of its own, index the folder with key="last_dot"',
+}
+"""What indexing says of the settings that only it has: [count, names of the first member or members]."""
 _FIRST_DOT_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _LAST_DOT_NAME = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)", re.DOTALL)
 _TIMES_AND_OWNERS = frozenset((b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname"))
@@ -275,26 +281,17 @@ def index_tar(path: Path, name: str, out: Path, key: str = "") -> Shard:
     return record_shard("webdataset", path, out, name, size, offsets, settings | notes)
 
 
-def said_of_names(root: Path, shards: list[Shard]) -> list[Shard]:
+def said_of_names(shards: list[Shard]) -> list[Shard]:
     """Warn of what archives' names mean, and return the shards without the notes of that."""
-    left_out, joined = ([each.settings[kind] for each in shards if kind in each.settings] for kind in _KINDS_OF_NOTES)
-    if left_out:
-        warnings.warn(
-            f"{root}: {sum(count for count, *_ in left_out)} members of archives are left out, because their names "
-            f"have no dot or begin with one, such as {left_out[0][1]!r}",
-            stacklevel=6,
-        )
-    if joined:
-        _, first, second = joined[0]
-        warnings.warn(
-            f"{root}: {sum(count for count, *_ in joined)} samples join members such as {first!r} and {second!r}: "
-            "the key ends at the first dot, as WebDataset has it. If each is a sample of its own, index the folder "
-            'with key="last_dot"',
-            stacklevel=6,
-        )
+    for kind, text in _SAID.items():
+        noted = [(shard.name, *shard.settings[kind]) for shard in shards if kind in shard.settings]
+        if noted:
+            archive, _, *names = noted[0]
+            count = sum(found[1] for found in noted)
+            warnings.warn(text.format(count=count, names=" and ".join(map(repr, names)), archive=archive), stacklevel=6)
     return [
-        replace(each, settings={name: value for name, value in each.settings.items() if name not in _KINDS_OF_NOTES})
-        for each in shards
+        replace(shard, settings={name: value for name, value in shard.settings.items() if name not in _SAID})
+        for shard in shards
     ]
 
 
