@@ -62,11 +62,11 @@ def test_rows_changed_at_the_same_size_are_named(tmp_path: Path, changed: str) -
     (tmp_path / "a.csv").write_text("a,b\n333,4\n1,2\n")
     index_folder(tmp_path)
     (tmp_path / "a.csv").write_text(changed)
-    with pytest.raises(ShardCorruptError, match=r"a\.csv must be the file that was indexed, got another .* Index the "):
+    with pytest.raises(ShardCorruptError, match=r"a\.csv must be the file that was indexed, got another one\. Put"):
         samples(tmp_path)
     forget_fingerprints(tmp_path)
     with pytest.raises(
-        ShardCorruptError, match=r"a\.csv: (sample 0 must be one row|the header must be a, b).* Index the "
+        ShardCorruptError, match=r"a\.csv: (sample 0 must be one row|the header must be a, b).* Put the "
     ):
         samples(tmp_path)
 

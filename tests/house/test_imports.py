@@ -88,6 +88,7 @@ ENTRY_POINTS = {
     "penstock.client.checkpoint.restoring.places": "where checkpoints are",
     "penstock.client.checkpoint.restoring.whole": "what is in a checkpoint",
     "penstock.data": "what users have",
+    "penstock.data.formats.contents": "what an index knows of a file's content",
     "penstock.data.formats.index": "the index of a dataset's folder",
     "penstock.data.formats.shards": "what an index lists",
     "penstock.data.ordering.order_states": "the states of its sources",

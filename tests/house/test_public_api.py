@@ -140,7 +140,7 @@ SIGNATURES = {
     "penstock.data:StreamingLoader.set_epoch": "(self, epoch)",
     "penstock.data:StreamingLoader.state_after": "(self, batches)",
     "penstock.data:index_parquet": (
-        "(folder, *, storage_options=None, out=None, split=None, ranges=True, timeout_s=600.0)"
+        "(folder, *, storage_options=None, out=None, split=None, hashes=False, ranges=True, timeout_s=600.0)"
     ),
     "penstock.data:index_table": "(uri, snapshot=None, *, out=None, storage_options=None, timeout_s=600.0)",
     "penstock.data:merge_index": "(folder, parts=None, *, storage_options=None, timeout_s=600.0, append=False)",

@@ -26,6 +26,7 @@ from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards, PartTables
 from penstock.data.cache.prefetch import FetchStats
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
+from penstock.data.formats.arrow.saved_datasets import SAVED_NOTE, STATE, check_saved
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.fields import unknown_columns
 from penstock.data.formats.file_ranges import part_shard
@@ -50,6 +51,7 @@ from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.data.stop_iteration import forbid_stop_iteration, stop_iteration_error
 from penstock.data.streams import (
+    ANSWER_WAIT_S,
     Stream,
     check_weights,
     group_id,
@@ -239,6 +241,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             _selected(table, stream, file_notes(index), name)
             for (index, table, _), (_, _, name), stream in zip(read, remotes, self.streams, strict=True)
         ]
+        for cache, index, (_, _, name) in zip(self._caches, indexes, remotes, strict=True):
+            _check_saved(cache, file_notes(index), name)
         self._plain_folders: set[Path] = set()
         """Folders of Parquet files that were found not to belong to a table."""
         for cache, table in zip(self._caches, self._tables, strict=True):
@@ -625,6 +629,19 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 def _cache(stream: Stream, settings: Mapping[str, Any], index: str) -> ShardCache:
     remote, folder, _ = remote_of(stream)
     return ShardCache(remote, folder, index=index, **settings)
+
+
+def _check_saved(cache: ShardCache, notes: Mapping[str, Any], name: str) -> None:
+    """Raise DatasetError if a dataset of `save_to_disk` was saved again. If a remote does not answer, what was fetched
+    can be read without it."""
+    if SAVED_NOTE not in notes:
+        return
+    wait_s, remote = min(cache.timeout_s, ANSWER_WAIT_S), cache.remote
+    if cache.files_folder:
+        check_saved(notes, (cache.files_folder / STATE).read_bytes, name)
+    elif remote is not None:
+        with contextlib.suppress(ShardUnavailableError):
+            check_saved(notes, lambda: remote.read(STATE, deadline_s=wait_s), name)
 
 
 def _selected(table: ShardTable, stream: Stream, notes: Mapping[str, Any], name: str) -> ShardTable:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from penstock.data import convert_dataset, index_folder
+from penstock.data.formats.contents import check_content, content_now
 from penstock.data.formats.index import INDEX, local_index, read_index
 from penstock.data.formats.shards import Shard
 from penstock.deploy.console.exit_codes import exit_code
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 VERIFIED_AT_ONCE = 64
 
 
-def show_index(folder: str, format: str | None, split: str | None, out: Path | None, as_json: bool) -> None:
-    """Write the index of a folder, and print what was found. `out`: folder for the index; None: the same."""
-    shards = index_folder(folder, format, split=split, out=out)
+def show_index(folder: str, format: str | None, as_json: bool, **settings: Any) -> None:
+    """Write the index of a folder, and print what was found. `settings`: arguments of index_folder."""
+    shards = index_folder(folder, format, **settings)
     found = _counts(folder, shards)
     splits = Counter(split for shard in shards for split in shard.settings.get("splits", ()))
     _print(found | ({"splits": dict(splits)} if splits else {}), as_json)
@@ -72,11 +73,12 @@ def show_verification(folder: Path, as_json: bool) -> int:
                 while number < end:
                     dataset.__getitems__(list(range(number, min(end, number + VERIFIED_AT_ONCE))))
                     number += VERIFIED_AT_ONCE
+                check_content(shard, content_now(shard, folder / shard.name), folder / shard.name)
             except DatasetError as error:
                 damaged.append({"file": shard.name, "error": error.message})
             number = end
-    found = {**_counts(folder, shards), "verified_by": algorithms[0] if algorithms else "size", "damaged": damaged}
-    _print(found, as_json)
+    by = algorithms[0] if algorithms else "content" if any(shard.content for shard in shards) else "size"
+    _print({**_counts(folder, shards), "verified_by": by, "damaged": damaged}, as_json)
     return exit_code(DatasetError("")) if damaged else 0
 
 

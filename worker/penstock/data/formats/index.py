@@ -58,6 +58,7 @@ _OWN = {
     "spans",
     "ranges",
     "deleted",
+    "content",
 }
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
@@ -174,6 +175,7 @@ class Entry(msgspec.Struct, gc=False):
     spans: list[Count] | None = None
     ranges: list[Count] | None = None
     deleted: str = ""
+    content: str = ""
     table: msgspec.Raw = msgspec.Raw()
     column_names: msgspec.Raw = msgspec.Raw()
     column_encodings: msgspec.Raw = msgspec.Raw()
@@ -257,7 +259,7 @@ def shard_of(text: msgspec.Raw | bytes, known: dict[str, Mapping[str, Any]], fil
         raise InvalidField("ranges", f"must be absent, because files of format {entry.format} are read whole")
     if entry.deleted and known_format.name != TABLE_FILE:
         raise InvalidField("deleted", f"must be absent from a file of format {entry.format}")
-    more = entry.compression or "", settings, blocks, entry.decoded_bytes, spans, ranges, entry.deleted
+    more = entry.compression or "", settings, blocks, entry.decoded_bytes, spans, ranges, entry.deleted, entry.content
     return Shard(known_format.name, entry.samples, tuple(pairs), *more)
 
 
@@ -326,6 +328,9 @@ def local_index(folder: Path) -> Path:
 
 def remedy_without_index(folder: str) -> str:
     """Looks into the folder and the folders in it, and no deeper: there may be millions of files."""
+    splits = sorted(path.parent.name for name in (INDEX, OWN_INDEX) for path in Path(folder).glob(f"*/{name}"))
+    if splits:
+        return f"Give split, one of its folders that have one: {', '.join(splits[:20])}"
     for pattern in ("*.*", "*/*.*"):
         if any(path.suffix.lower() in INDEXABLE_ENDINGS for path in Path(folder).glob(pattern)):
             return f"Call index_folder({folder!r}) to index the files in it"
@@ -346,6 +351,8 @@ def _entry(shard: Shard) -> dict[str, Any]:
         entry |= {"blocks": list(shard.blocks), "decoded_bytes": shard.decoded_bytes}
     if shard.spans:
         entry["spans"] = list(shard.spans)
+    if shard.content:
+        entry["content"] = shard.content
     if shard.ranges:
         entry["ranges"] = list(shard.ranges)
     if shard.deleted:

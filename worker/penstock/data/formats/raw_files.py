@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from penstock.data.formats.contents import CHANGED
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.shards import StoredFile
 from penstock.proto.errors import SampleCorruptError, ShardCorruptError
@@ -144,7 +145,7 @@ def check_samples(name: str, what: str, samples: int, expected: int) -> None:
     """`what`: what the format calls samples, for the error."""
     if samples != expected:
         raise ShardCorruptError(
-            f"{name} must have {expected} {what}, as the dataset's index lists, got {samples}. Index the folder again"
+            f"{name} must have {expected} {what}, as the dataset's index lists, got {samples}. {CHANGED}"
         )
 
 

@@ -60,6 +60,8 @@ class Shard:
     header; else the end of the file. For a Parquet file of 2 row groups and 950 bytes: (4, 500, 500, 900, 900)."""
     deleted: str = ""
     """Rows of a table's file that are deleted (parquet/table_files.py); "" if none is."""
+    content: str = ""
+    """Digest of what indexing read of the first file (contents.py); "" if unknown."""
 
     @property
     def units(self) -> tuple[int, ...]:

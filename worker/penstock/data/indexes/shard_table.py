@@ -251,6 +251,8 @@ class _Columns:
             self.lines.append(f"{entry.format} {entry.samples} {listed}\n")
             if entry.deleted:
                 self.lines.append(f"deleted rows {_check(entry.deleted.encode())}\n")
+            if entry.content:
+                self.lines.append(f"content {entry.content}\n")
             if entry.blocks:  # the order depends on them
                 self.lines.append(f"blocks {tuple(entry.blocks)} of {entry.decoded_bytes} bytes\n")
 

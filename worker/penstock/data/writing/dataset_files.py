@@ -4,15 +4,27 @@ whose own log says it are no such folders."""
 from __future__ import annotations
 
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.fields import InvalidField, is_int32
-from penstock.data.formats.index import INDEX, OWN_INDEX, SOURCE_NOTE, SPLITS_NOTE, check_name, write_index
+from penstock.data.formats.index import (
+    INDEX,
+    OWN_INDEX,
+    SOURCE_NOTE,
+    SPLITS_NOTE,
+    check_name,
+    local_index,
+    read_index,
+    write_index,
+)
 from penstock.data.formats.records.energon_folder import load_yaml
 from penstock.data.formats.shards import Shard
 from penstock.data.formats.splits import EVERY_SPLIT, WITHOUT_WORDS, splits_of
@@ -23,6 +35,8 @@ from penstock.runtime.telemetry.progress import Progress
 
 CARD = "README.md"
 """File of a repository of Hugging Face, whose head may list the files of each split (`configs`)."""
+HASH, HASHED_AT_ONCE = "xxh3_128", 4
+"""Algorithm of the argument `hashes`, and files that are read for it at the same time."""
 PARTITIONED = ("parquet", "arrow", "json_lines", "csv_rows")
 """Formats whose samples are rows: folders like `label=1/` give them columns."""
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
@@ -60,6 +74,39 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
         for part in parts
     )
     return list(filter(re.compile(expression).fullmatch, names))
+
+
+def with_hashes(shards: Sequence[Shard], remote: RemoteFolder, out: Path | None, timeout_s: float) -> list[Shard]:
+    """Return the shards with a hash of each file, which is read as a whole, in the dataset's folder or that of the
+    index. Raises OSError, ShardUnavailableError."""
+
+    def digest(name: str) -> str:
+        for folder in (remote.local, out):
+            if folder is not None and (folder / name).exists():
+                return digest_of(folder / name, HASH)
+        with tempfile.TemporaryDirectory(prefix="penstock-hash-") as scratch:
+            remote.copy(name, Path(scratch, "file"), deadline_s=timeout_s)
+            return digest_of(Path(scratch, "file"), HASH)
+
+    def hashed(shard: Shard) -> Shard:
+        files = (replace(file, raw=replace(file.raw, hashes={HASH: digest(file.raw.name)})) for file in shard.files)
+        return replace(shard, files=tuple(files))
+
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as threads:
+        return list(threads.map(hashed, shards))
+
+
+def as_before(folder: Path, shards: Sequence[Shard]) -> list[Shard]:
+    """Return the shards without digests of their content where the index in `folder` has the same files without: an
+    earlier release wrote it, and the digests would make other data of them for states that were saved with it."""
+    path = local_index(folder)
+    old = {shard.name: shard for shard in read_index(path.read_bytes(), str(path))} if path.exists() else {}
+
+    def same(shard: Shard) -> bool:
+        was = old.get(shard.name)
+        return was is not None and not was.content and (was.files, was.blocks) == (shard.files, shard.blocks)
+
+    return [replace(shard, content="") if same(shard) else shard for shard in shards]
 
 
 def write_local_index(folder: Path, shards: Sequence[Shard], notes: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.data.arguments import one_of
-from penstock.data.formats.arrow.saved_datasets import saved_files, saved_splits
+from penstock.data.formats.arrow.saved_datasets import saved_files, saved_note, saved_splits
 from penstock.data.formats.compressed_files import SEQUENTIAL
 from penstock.data.formats.index import SOURCE_NOTE, join_indexes, local_index, read_index
 from penstock.data.formats.records.energon_folder import is_prepared, prepared_note
@@ -21,8 +21,10 @@ from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.dataset_files import (
     CARD,
     DatasetFiles,
+    as_before,
     is_hidden,
     local_names,
+    with_hashes,
     write_local_index,
     write_remote_index,
 )
@@ -60,6 +62,7 @@ def index_folder(
     *,
     split: str | None = None,
     key: Literal["first_dot", "last_dot"] = "first_dot",
+    hashes: bool = False,
     out: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     ranges: bool = True,
@@ -101,6 +104,8 @@ def index_folder(
             name. A name: index this split alone, in its own folder if there is one. "*": all files are one dataset.
         key: of tar archives: members are one sample if their paths are equal up to the "first_dot" of the file's name,
             as WebDataset has it, or up to the "last_dot": for `song v1.0.mp3` and `song v1.5.mp3`.
+        hashes: True: read all files, and write a hash of each into the index. Fetched files are then verified by it,
+            whole, and files in place with `validate_hash="xxh3_128"`.
         out: local folder for the index and the files .penstock-index; None: the dataset's folder. Use it for a folder
             that you cannot write to, and give it as `local` of the StreamingDataset.
         storage_options: keyword arguments for fsspec's filesystem.
@@ -122,15 +127,15 @@ def index_folder(
     remote = RemoteFolder(folder, storage_options)
     root = remote.local
     if root is None:
-        return _index_remote(remote, format, split, out, storage_options, ranges, timeout_s)
+        return _index_remote(remote, format, split, out, storage_options, ranges, hashes, timeout_s)
     if not root.is_dir():
         raise DatasetError(f"{root} must be a folder with a dataset's files, got no folder. Correct the path")
     if split and (root / split).is_dir():
-        return _index_splits([split], str(root), format, out, ranges=ranges)
+        return _index_splits([split], str(root), format, out, ranges=ranges, hashes=hashes)
     splits = saved_splits(root) if format in (None, "arrow") else None
     if splits is not None:
-        return _index_splits(splits, str(root), "arrow", out, ranges=ranges)
-    return _index_local(root, format, split, root if out is None else Path(out).absolute(), ranges)
+        return _index_splits(splits, str(root), "arrow", out, ranges=ranges, hashes=hashes)
+    return _index_local(root, format, split, root if out is None else Path(out).absolute(), ranges, hashes)
 
 
 def _index_splits(
@@ -142,15 +147,19 @@ def _index_splits(
     )
 
 
-def _index_local(root: Path, format: str | None, split: str | None, out: Path, ranges: bool) -> list[Shard]:
+def _index_local(
+    root: Path, format: str | None, split: str | None, out: Path, ranges: bool, hashes: bool
+) -> list[Shard]:
     name, named = _found(root, format, str(root))
     _refuse_written(out)
     if name == PARQUET:
-        return index_parquet(root, out=None if out == root else out, split=split, ranges=ranges)
+        return index_parquet(root, out=None if out == root else out, split=split, ranges=ranges, hashes=hashes)
     files, named = _chosen(root, named, name, split, str(root))
     out.mkdir(parents=True, exist_ok=True)
     shards = files.completed(_joined(root, str(root), name, index_files(root, named, name, out), ranges))
-    notes = files.notes | (prepared_note(root) if name == "webdataset" else {})
+    shards = as_before(out, shards)
+    shards = with_hashes(shards, RemoteFolder(root), out, 0.0) if hashes else shards
+    notes = files.notes | (prepared_note(root) if name.startswith("webdataset") else {}) | saved_note(root)
     warn_of_loader(notes, str(root))
     if out != root:
         notes |= {SOURCE_NOTE: str(root)}
@@ -165,13 +174,15 @@ def _index_remote(
     out: str | os.PathLike[str] | None,
     storage_options: Mapping[str, Any] | None,
     ranges: bool,
+    hashes: bool,
     timeout_s: float,
 ) -> list[Shard]:
-    options: dict[str, Any] = {"ranges": ranges, "timeout_s": timeout_s, "storage_options": storage_options}
+    options: dict[str, Any] = {"timeout_s": timeout_s, "storage_options": storage_options}
+    options |= {"ranges": ranges, "hashes": hashes}
     if format == PARQUET or is_pattern(remote.address):
         return index_parquet(remote.address, out=out, split=split, **options)
     with tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch, contextlib.closing(remote):
-        prepared = index_prepared(remote, out, ranges=ranges, timeout_s=timeout_s)
+        prepared = index_prepared(remote, out, ranges=ranges, hashes=hashes, timeout_s=timeout_s)
         if prepared is not None:
             return prepared
         root, made = Path(scratch, "files"), Path(scratch, "out") if out is None else Path(out)
@@ -189,11 +200,13 @@ def _index_remote(
         files, named = _chosen(root, named, name, split, remote.url)
         made.mkdir(parents=True, exist_ok=True)
         shards = files.completed(_joined(root, remote.url, name, stand_in.index_files(named, name, made), ranges))
+        shards = with_hashes(shards, remote, made, timeout_s) if hashes else shards
+        notes = files.notes | saved_note(root)
         if out is None:
             stand_in.upload(shards, made)
-            write_remote_index(remote, shards, files.notes, timeout_s)
+            write_remote_index(remote, shards, notes, timeout_s)
         else:
-            write_local_index(made, shards, files.notes)
+            write_local_index(made, shards, notes)
         return shards
 
 
@@ -222,7 +235,7 @@ def _chosen(
     root: Path, named: list[tuple[str, Path]], format: str, split: str | None, where: str
 ) -> tuple[DatasetFiles, list[tuple[str, Path]]]:
     names = [name for name, _ in named]
-    keeps_own = (format == "webdataset" and is_prepared(root)) or (format == "arrow" and saved_files(root))
+    keeps_own = (format.startswith("webdataset") and is_prepared(root)) or (format == "arrow" and saved_files(root))
     if keeps_own and split is not None:
         raise InvalidArgumentError(
             f"{where}: split must be None, got {split!r}, because the folder lists its files itself. Index it without "

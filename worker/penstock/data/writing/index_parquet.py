@@ -20,9 +20,11 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.dataset_files import (
     CARD,
     DatasetFiles,
+    as_before,
     is_hidden,
     local_names,
     matching,
+    with_hashes,
     write_local_index,
     write_remote_index,
 )
@@ -40,6 +42,7 @@ def index_parquet(
     storage_options: Mapping[str, Any] | None = None,
     out: str | os.PathLike[str] | None = None,
     split: str | None = None,
+    hashes: bool = False,
     ranges: bool = True,
     timeout_s: float = 600.0,
 ) -> list[Shard]:
@@ -55,7 +58,7 @@ def index_parquet(
         storage_options: keyword arguments for fsspec's filesystem.
         out: local folder for the index; None: the dataset's folder. Use it for a folder that you cannot write to, and
             give it as `local` of the StreamingDataset.
-        split: as in `index_folder`.
+        split, hashes: as in `index_folder`.
         ranges: True: readers of a remote folder fetch only the row groups that they need, if the server allows it.
             False: they fetch whole files. The order of samples is the same.
         timeout_s: seconds for each request to a remote folder.
@@ -64,6 +67,7 @@ def index_parquet(
     ShardUnavailableError, InvalidArgumentError.
     """
     truth("ranges", ranges)
+    truth("hashes", hashes)
     root, pattern = _split(os.fspath(folder))
     remote = RemoteFolder(root, storage_options)
     local = remote.local
@@ -81,10 +85,12 @@ def index_parquet(
     card = partial(remote.read, CARD, deadline_s=timeout_s) if CARD in found else None
     files = DatasetFiles.of(names, split, remote.url, card)
     if local:
-        shards = files.completed(parquet_shards((name, local / name) for name in files.names))
+        place = local if out is None else Path(out)
+        shards = as_before(place, files.completed(parquet_shards((name, local / name) for name in files.names)))
+        shards = with_hashes(shards, remote, None, timeout_s) if hashes else shards
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         source = {} if out is None else {SOURCE_NOTE: str(local)}
-        write_local_index(local if out is None else Path(out), shards, source | files.notes)
+        write_local_index(place, shards, source | files.notes)
         return shards
     try:
         with ThreadPoolExecutor(REMOTE_THREADS) as threads:
@@ -92,6 +98,7 @@ def index_parquet(
             tails = dict(zip(files.names, read, strict=True))
         shards = shards_of_tails((name, partial(tails.__getitem__, name)) for name in files.names)
         shards = files.completed(shards)
+        shards = with_hashes(shards, remote, None, timeout_s) if hashes else shards
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         if out is None:
             write_remote_index(remote, shards, files.notes, timeout_s)

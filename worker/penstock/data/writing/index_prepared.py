@@ -21,7 +21,7 @@ from penstock.data.formats.shards import Shard
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.prepared_meta import fetch_meta
-from penstock.data.writing.dataset_files import write_local_index, write_remote_index
+from penstock.data.writing.dataset_files import with_hashes, write_local_index, write_remote_index
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
@@ -33,7 +33,7 @@ BLOCK = 512
 
 
 def index_prepared(
-    remote: RemoteFolder, out: str | os.PathLike[str] | None, *, ranges: bool, timeout_s: float
+    remote: RemoteFolder, out: str | os.PathLike[str] | None, *, ranges: bool, hashes: bool, timeout_s: float
 ) -> list[Shard] | None:
     """Index a remote folder as `index_folder` does; return None if Energon has not prepared it. Raises DatasetError,
     ShardCorruptError, ShardUnavailableError."""
@@ -43,6 +43,7 @@ def index_prepared(
             return None
         shards = prepared_shards(folder, _archives(remote, folder, timeout_s))
         shards = shards if ranges else [replace(shard, spans=(), ranges=()) for shard in shards]
+        shards = with_hashes(shards, remote, folder, timeout_s) if hashes else shards
         notes = prepared_note(folder)
         warn_of_loader(notes, remote.url)
         if out is not None:

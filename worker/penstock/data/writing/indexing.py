@@ -9,9 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from penstock.data.formats.contents import of_pieces
+from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import read_index, write_index
 from penstock.data.formats.records.offset_file import ENDING
 from penstock.data.formats.shards import Shard
@@ -99,7 +102,11 @@ def _in_processes(
 def index_one(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
     """Return the shard of a file, as `index_file` returns it. Raises DatasetError in place of an OSError."""
     try:
-        return index_file(path, name, out)
+        shard = index_file(path, name, out)
+        if shard.content or shard.format == "megatron":  # of a remote .bin file no byte is read
+            return shard
+        file = Descriptor(path)
+        return replace(shard, content=of_pieces(file, shard.files[0].raw.size))
     except OSError as error:
         raise DatasetError(
             f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"

@@ -43,6 +43,9 @@ def data_index(
             "--split", metavar="NAME", help='Index this split alone, a subfolder or by files\' names; "*": all as one.'
         ),
     ] = None,
+    hashes: Annotated[
+        bool, typer.Option("--hashes", help="Read all files, and write a hash of each into the index.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Local folder for the index. Default: the folder of the files."),
@@ -62,7 +65,7 @@ def data_index(
     """
     from penstock.deploy.datasets.dataset_folders import show_index
 
-    show_index(folder, format, split, out, as_json)
+    show_index(folder, format, as_json, split=split, hashes=hashes, out=out)
 
 
 @data.command("inspect")
@@ -89,7 +92,8 @@ def data_inspect(
 def data_verify(folder: Folder, as_json: AsJson = False) -> int:
     """Read every sample of a dataset, to find damage.
 
-    Compares files with the hashes in its index. Names each damaged or missing file; the exit code is then 28.
+    Compares files with the hashes in its index, or with what indexing read of them. Names each damaged or missing
+    file; the exit code is then 28.
 
     \b
     Examples:

@@ -38,6 +38,7 @@ from penstock.data.formats.columnar.columns import Column
 from penstock.data.formats.columnar.common_types import CommonTypes, check_types, common_types_of
 from penstock.data.formats.columnar.reader import Block, BlocksReader
 from penstock.data.formats.columnar.values import storage_of
+from penstock.data.formats.contents import CHANGED, check_content, of_pieces
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.fields import check_unique, names
 from penstock.data.formats.file_ranges import file_range, part_shard, spans_of
@@ -306,11 +307,11 @@ class ArrowReader(BlocksReader):
         """Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index."""
         stored = shard.files[0].raw
         file = _ArrowFile(path, stored.name, part, stored.size)
+        if part is None:
+            check_content(shard, of_pieces(file.descriptor, file.size), path)
         check_samples(stored.name, "rows", sum(file.rows), shard.samples)
         if shard.blocks and shard.blocks != file.rows:
-            raise ShardCorruptError(
-                f"{stored.name} must have the record batches that the index lists. Index the folder again"
-            )
+            raise ShardCorruptError(f"{stored.name} must have the record batches that the index lists. {CHANGED}")
         self._firsts = file.blocks()
         """First record batch of each block, then the number of record batches."""
         blocks = [sum(file.rows[first:end]) for first, end in itertools.pairwise(self._firsts)]
@@ -402,9 +403,7 @@ class ArrowReader(BlocksReader):
         return batch
 
     def _changed(self) -> ShardCorruptError:
-        return ShardCorruptError(
-            f"{self.name} must not change while it is read. Write new data to a new file, or index this file again"
-        )
+        return ShardCorruptError(f"{self.name} must not change while it is read. Write new data to a new file")
 
 
 def header_shard(shard: Shard) -> Shard:

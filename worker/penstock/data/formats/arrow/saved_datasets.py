@@ -11,12 +11,18 @@ are refused. Other Arrow files (cache-*.arrow, written by map()) are not part of
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import xxhash
+
+from penstock.data.formats.contents import CHANGED
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.plain_files import read_plain
 
+SAVED_NOTE = "saved"
+"""Note in the index: digest of state.json."""
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 MAX_BYTES = 64 << 20
 
@@ -62,6 +68,25 @@ def saved_files(folder: Path) -> list[Path] | None:
             f"{missing[0]} must exist, as {STATE} lists it. Save the dataset again, or copy all of its files"
         )
     return files
+
+
+def saved_note(folder: Path) -> dict[str, Any]:
+    """Return {SAVED_NOTE: digest of state.json} for the index of a Dataset; empty for other folders."""
+    path = folder / STATE
+    return {SAVED_NOTE: xxhash.xxh3_128_hexdigest(read_plain(path, MAX_BYTES))} if path.exists() else {}
+
+
+def check_saved(notes: Mapping[str, Any], read: Callable[[], bytes], where: str) -> None:
+    """Raise DatasetError if a Dataset was saved again since the index, with SAVED_NOTE in its notes, was written.
+    `read`: returns the content of state.json."""
+    try:
+        now = xxhash.xxh3_128_hexdigest(read())
+    except OSError as error:
+        raise DatasetError(f"{where}: {STATE} cannot be read: {error}. {CHANGED}") from error
+    if now != notes[SAVED_NOTE]:
+        raise DatasetError(
+            f"{where}: {STATE} must be as it was when it was indexed, but the dataset was saved again. {CHANGED}"
+        )
 
 
 def _refuse_cache(folder: Path) -> None:

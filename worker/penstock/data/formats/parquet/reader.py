@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.data.formats.columnar.common_types import check_types, common_types_of
 from penstock.data.formats.columnar.reader import Block, BlocksReader
+from penstock.data.formats.contents import CHANGED, check_content, of_footer
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import names
@@ -91,6 +92,12 @@ class _Text:
         return max(EXPANDED_BYTES, 2 * self.stored)
 
 
+def _whole_footer(shard: Shard, opened: Descriptor, path: Path) -> Footer:
+    tail = tail_of(opened)
+    check_content(shard, of_footer(tail), path)
+    return Footer.parse(tail)
+
+
 class ParquetReader(BlocksReader):
     block_kind = "row group"
 
@@ -111,7 +118,7 @@ class ParquetReader(BlocksReader):
             opened, _ = open_file(path, self.name, stored.size)  # a plain file: pyarrow must not wait for a pipe
             self._opened: Descriptor | None = opened
             self._version = os.fstat(opened.fileno()).st_mtime_ns
-            footer = Footer.parse(tail_of(opened)) if part is None else part.footer
+            footer = _whole_footer(shard, opened, path) if part is None else part.footer
             self._metadata, self._schema = footer.metadata, footer.schema
             self._idle.append(self._new_file(opened))
         except DatasetError:
@@ -130,9 +137,7 @@ class ParquetReader(BlocksReader):
         if part is None:
             check_samples(self.name, "rows", footer.metadata.num_rows, sum(rows))
         if shard.blocks and shard.blocks != blocks:
-            raise ShardCorruptError(
-                f"{self.name} must have the row groups that the index lists. Index the folder again"
-            )
+            raise ShardCorruptError(f"{self.name} must have the row groups that the index lists. {CHANGED}")
         listed = list(self._schema.names) if self._view is None else self._view.names
         super().__init__(stored.name, blocks, listed, first, sum(counts[:first]), common_types_of(shard.settings))
         if self._view is not None:
@@ -199,9 +204,7 @@ class ParquetReader(BlocksReader):
     def _check_unchanged(self, opened: Descriptor) -> None:
         """Raise ShardCorruptError if the file was written to since: its row groups may mix old and new data."""
         if os.fstat(opened.fileno()).st_mtime_ns != self._version:
-            raise ShardCorruptError(
-                f"{self.name} must not change while it is read. Write new data to a new file, or index this file again"
-            )
+            raise ShardCorruptError(f"{self.name} must not change while it is read. Write new data to a new file")
 
     def _table(self, opened: Descriptor, file: Any, number: int) -> Any:
         """Return a row group. Columns whose texts would exceed their limit are read as dictionaries."""

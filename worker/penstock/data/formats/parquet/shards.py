@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.columnar.common_types import CommonTypes
+from penstock.data.formats.contents import check_content, of_footer
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import check_same_columns, check_unique
 from penstock.data.formats.file_ranges import file_range
@@ -86,6 +87,7 @@ def shard_of_tail(name: str, tail_and_size: Callable[[], Tail]) -> tuple[Shard, 
         blocks=tuple(group.rows for group in footer.groups),
         decoded_bytes=sum(group.nbytes for group in footer.groups),
         ranges=_ranges_of(footer.groups, size - len(tail)),
+        content=of_footer(tail),
     )
     return shard, footer
 
@@ -115,6 +117,7 @@ def footer_shard(shard: Shard) -> Shard:
 
 def footer_of(shard: Shard, tail: bytes) -> Footer:
     """Raises ValueError if the footer does not match the dataset's index, or an error of pyarrow."""
+    check_content(shard, of_footer(tail), shard.name)
     footer = Footer.parse(tail)
     rows = tuple(group.rows for group in footer.groups)
     if _ranges_of(footer.groups, shard.ranges[-1]) != shard.ranges or (

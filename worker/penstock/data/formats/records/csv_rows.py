@@ -6,14 +6,16 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from penstock.data.formats.contents import CHANGED, new_whole, whole
 from penstock.data.formats.fields import check_text, names
 from penstock.data.formats.raw_files import check_uncompressed, open_file
-from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, record_shard
+from penstock.data.formats.records.record_file import RecordFile, record_shard
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import ShardCorruptError
 from penstock.runtime.files.plain_files import open_plain
@@ -37,12 +39,10 @@ class CSVRowsReader(RecordFile):
             header = self._file.read(self._offsets[0], 0).decode("utf-8-sig")
             columns = next(csv.reader(io.StringIO(header, newline=""), delimiter=self._separator, strict=True), [])
         except (OSError, ValueError, csv.Error) as error:
-            raise ShardCorruptError(
-                f"{self.name}: the header cannot be read: {error}. Index the file again with index_folder"
-            ) from error
+            raise ShardCorruptError(f"{self.name}: the header cannot be read: {error}. {CHANGED}") from error
         if columns != self._columns:
             raise ShardCorruptError(
-                f"{self.name}: the header must be {', '.join(self._columns)}, got {', '.join(columns)}. {INDEX_AGAIN}"
+                f"{self.name}: the header must be {', '.join(self._columns)}, got {', '.join(columns)}. {CHANGED}"
             )
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class CSVRowsReader(RecordFile):
         except (ValueError, csv.Error, StopIteration) as error:
             self._undecodable(index, f"must be a row of CSV in UTF-8: {error or 'it is empty'}")
         if not single:
-            self._corrupt(index, "must be one row, but the file was changed after it was indexed", INDEX_AGAIN)
+            self._corrupt(index, "must be one row, but the file was changed after it was indexed", CHANGED)
         if len(values) != len(self._columns):
             self._undecodable(index, f"must have {len(self._columns)} values, got {len(values)}")
         return dict(zip(self._columns, values, strict=True))
@@ -70,21 +70,23 @@ def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
     for an invalid file."""
     allow_long_values()
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
-    columns, size, offsets = _rows(path, name, separator)
+    columns, size, offsets, content = _rows(path, name, separator)
     settings = {"column_names": columns, "separator": separator}
-    return record_shard("csv_rows", path, out, name, size, np.array(offsets, np.int64), settings)
+    shard = record_shard("csv_rows", path, out, name, size, np.array(offsets, np.int64), settings)
+    return replace(shard, content=content)
 
 
-def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[int]]:
+def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[int], str]:
     opened, size = open_file(path, name)
     check_uncompressed(opened, name)
-    consumed = line = 0
+    consumed, line, digest = 0, 0, new_whole()
 
     def lines() -> Generator[str, None, None]:
         nonlocal consumed, line
         with open(path, "rb", opener=open_plain) as file:
             for data in file:
                 consumed += len(data)
+                digest.update(data)
                 line += 1
                 yield data.decode("utf-8-sig" if line == 1 else "utf-8")
 
@@ -110,7 +112,7 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
         source.close()  # closes the file, too: an error keeps the generator that reads it alive
     if consumed != size:
         raise ShardCorruptError(f"{name} must not change while it is indexed. Index it again when its writer has ended")
-    return columns, size, offsets
+    return columns, size, offsets, whole(digest)
 
 
 def allow_long_values() -> None:

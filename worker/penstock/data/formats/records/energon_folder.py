@@ -128,7 +128,11 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
             raise DatasetError(
                 f"{folder / shard.name} must have {counts[shard.name]} samples, as {META} lists, got {shard.samples}"
             )
-    return [replace(shard, settings={**shard.settings, "splits": splits[shard.name], **fields}) for shard in shards]
+    return [
+        # of a remote folder the archives are not read, so no index says what is in them
+        replace(shard, settings={**shard.settings, "splits": splits[shard.name], **fields}, content="")
+        for shard in shards
+    ]
 
 
 def check_indexed(folder: Path, split: str | None, where: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from penstock.data.formats.contents import CHANGED, new_whole, whole
 from penstock.data.formats.raw_files import check_uncompressed, open_file
-from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, record_shard
+from penstock.data.formats.records.record_file import RecordFile, record_shard
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import ShardCorruptError
 
@@ -27,7 +29,7 @@ class JSONLinesReader(RecordFile):
             self._undecodable(index, f"must be a line of JSON in UTF-8: {error}")
         if not record.endswith(b"\n") and index != len(self) - 1:
             why = "must end at a line's end, but the file was changed after it was indexed"
-            self._corrupt(index, why, INDEX_AGAIN)
+            self._corrupt(index, why, CHANGED)
         if not isinstance(sample, dict):
             self._undecodable(index, f"must be a JSON object, got {type(sample).__name__}")
         return sample
@@ -36,20 +38,23 @@ class JSONLinesReader(RecordFile):
 def index_json_lines(path: Path, name: str, out: Path) -> Shard:
     """Write the file of a JSON lines file's offsets to the index's folder `out`, and return the shard. Raises
     DatasetError if it cannot be written; ShardCorruptError if the first line is not a JSON object."""
-    size, offsets = _lines(path, name)
-    shard = record_shard("json_lines", path, out, name, size, offsets)
+    size, offsets, content = _lines(path, name)
+    shard = replace(record_shard("json_lines", path, out, name, size, offsets), content=content)
     if shard.samples:
         reader = JSONLinesReader(shard, path, out / shard.files[1].raw.name)
         _ = reader[0]  # raises an error now instead of in the middle of training
     return shard
 
 
-def _lines(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
+def _lines(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]], str]:
     file, size = open_file(path, name)
+    digest = new_whole()
     check_uncompressed(file, name)
     begins, spaces = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
     for at in range(0, size, READ_AT_ONCE):
-        chunk = np.frombuffer(file.read(READ_AT_ONCE, at), np.uint8)
+        data = file.read(READ_AT_ONCE, at)
+        digest.update(data)
+        chunk = np.frombuffer(data, np.uint8)
         found = np.flatnonzero(chunk == ord("\n")) + 1
         first = np.append(chunk, ord(" "))[found]  # the first byte beyond the chunk may be a space
         begins.append(found + at)
@@ -63,4 +68,4 @@ def _lines(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int6
     candidates = np.searchsorted(lines, np.concatenate(spaces)[1:]).tolist()
     empty = [at for at in [0, *candidates] if not file.read(int(ends[at] - lines[at]), int(lines[at])).strip()]
     kept = np.delete(lines, empty)
-    return size, np.append(kept, size)
+    return size, np.append(kept, size), whole(digest)

@@ -3,7 +3,7 @@
     [b"PENSTOCK OFFSET2"] [size of the data file: 8] [fingerprint of the data file: 8]
     [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
-The fingerprint, a checksum of some pieces of the data file, shows in most cases that the file was replaced by another
+The fingerprint (contents.pieces_digest) shows in most cases that the file was replaced by another
 one of the same size, which the offsets would cut at wrong places. _NAME.penstock-index lies beside the data file or in
 the index's folder. The last offset is the end of the last record. All is checked when the file is opened.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.raw_files import read_checked
 from penstock.data.formats.shards import StoredFile
 from penstock.data.ordering.permutation import Ints
@@ -28,17 +27,6 @@ MAGIC = b"PENSTOCK OFFSET2"
 HEAD = struct.Struct("<16sQQQQ")
 NO_FINGERPRINT = 0
 """In place of the fingerprint for a remote data file, whose bytes were not read."""
-PROBES, PROBE_BYTES = 8, 4096
-"""Number and size of the pieces in a fingerprint, which takes about 10 us."""
-
-
-def fingerprint(file: Descriptor, size: int) -> int:
-    """Return the xxh3 checksum of pieces at equal distances, from the file's beginning to its end. Raises OSError."""
-    last = max(0, size - PROBE_BYTES)
-    digest = xxhash.xxh3_64()
-    for place in sorted({last * number // (PROBES - 1) for number in range(PROBES)}):
-        digest.update(file.read(PROBE_BYTES, place))
-    return digest.intdigest() or 1
 
 
 def write_offsets(path: Path, size: int, fingerprint: int, offsets: Ints) -> int:

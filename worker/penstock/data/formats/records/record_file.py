@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.data.formats.contents import CHANGED, pieces_digest
 from penstock.data.formats.file_ranges import with_spans
 from penstock.data.formats.raw_files import SampleFile, open_file
 from penstock.data.formats.records.offset_file import (
     ENDING,
     NO_FINGERPRINT,
-    fingerprint,
     read_offsets,
     write_offsets,
 )
 from penstock.data.formats.shards import DEFAULT_OPTIONS, ReadOptions, Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
-
-INDEX_AGAIN = "Index the folder again with index_folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +50,8 @@ class RecordFile(SampleFile):
             return
         assert self._file is not None
         self._offsets, expected = read_offsets(offsets, shard.files[1].raw, stored.size, shard.samples)
-        if expected not in (NO_FINGERPRINT, fingerprint(self._file, stored.size)):
-            raise ShardCorruptError(
-                f"{data} must be the file that was indexed, got another one of the same size. {INDEX_AGAIN}"
-            )
+        if expected not in (NO_FINGERPRINT, pieces_digest(self._file, stored.size)):
+            raise ShardCorruptError(f"{data} must be the file that was indexed, got another one. {CHANGED}")
 
 
 def record_shard(
@@ -75,7 +71,7 @@ def record_shard(
     stamp = NO_FINGERPRINT
     if data is not None:
         file, _ = open_file(data, name)
-        stamp = fingerprint(file, size)
+        stamp = pieces_digest(file, size)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written = write_offsets(path, size, stamp, offsets)

@@ -1,0 +1,206 @@
+"""What was indexed is what is read: another file under a name, or a dataset saved again, is an error or other data."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from typer.testing import CliRunner
+
+from penstock.data import StreamingDataset, StreamingLoader, index_folder
+from penstock.data.formats.index import read_index, write_index
+from penstock.deploy.cli.main import app
+from penstock.proto.errors import DatasetError, ShardCorruptError, StateMismatchError
+
+ROWS = [{"i": n, "text": f"row {n:04}" * 20} for n in range(2000)]
+
+
+def jsonl(path: Path, rows: list[dict[str, object]]) -> None:
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def comma(path: Path, rows: list[dict[str, object]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["i", "text"])
+    writer.writeheader()
+    writer.writerows(rows)
+    path.with_suffix(".csv").write_text(text.getvalue())
+
+
+def parquet(path: Path, rows: list[dict[str, object]]) -> None:
+    # without dictionaries and compression, so that the size does not change with the values
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, path.with_suffix(".parquet"), compression="none", use_dictionary=False)
+
+
+def arrow(path: Path, rows: list[dict[str, object]]) -> None:
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_file(path.with_suffix(".arrow"), table.schema) as file:
+        file.write_table(table)
+
+
+def tar(path: Path, rows: list[dict[str, object]]) -> None:
+    with tarfile.open(path.with_suffix(".tar"), "w") as file:
+        for row in rows[:300]:
+            member = tarfile.TarInfo(f"{row['i']:04}.json")
+            data = json.dumps(row).encode()
+            member.size = len(data)
+            file.addfile(member, io.BytesIO(data))
+
+
+WRITERS = [jsonl, comma, parquet, arrow, tar]
+Write = Callable[[Path, list[dict[str, object]]], None]
+
+
+def others() -> list[dict[str, object]]:
+    """Rows of the same size, each with another text."""
+    return [{**row, "text": str(row["text"]).replace("row", "ROW")} for row in ROWS]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_differing_copy_on_one_node(tmp_path: Path, write: Write) -> None:
+    """With an index of its own the state does not fit; with a copy of the index the file is refused."""
+    for node, rows in (("a", ROWS), ("b", others())):
+        (tmp_path / node).mkdir()
+        write(tmp_path / node / "x", rows)
+    sizes = [next(path.stat().st_size for path in (tmp_path / node).glob("x.*")) for node in ("a", "b")]
+    assert sizes[0] == sizes[1]
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    for node in ("a", "b"):
+        index_folder(tmp_path / node)
+    a, b = (StreamingDataset(tmp_path / node) for node in ("a", "b"))
+    assert a.fingerprint != b.fingerprint
+    loader = StreamingLoader(a, global_batch_size=4, shuffle=True)
+    begun = iter(loader)
+    next(begun)
+    with pytest.raises(StateMismatchError, match="data"):
+        StreamingLoader(b, global_batch_size=4, shuffle=True).load_state_dict(loader.state_dict())
+    for path in (tmp_path / "a").iterdir():
+        if "penstock" in path.name:
+            shutil.copy(path, tmp_path / "c")
+    with pytest.raises(ShardCorruptError, match=r"the file that was indexed, got another one\..*drop the saved states"):
+        _ = StreamingDataset(tmp_path / "c")[0]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_moved_data_are_the_same(tmp_path: Path, write: Write) -> None:
+    """Indexed where they lie, in any way."""
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "a" / "x", ROWS)
+    bucket = f"memory://contents-{write.__name__}"
+    fsspec.filesystem("memory").put(f"{tmp_path}/a/", f"/contents-{write.__name__}/", recursive=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for node in ("a", "b"):
+        index_folder(tmp_path / node, out=tmp_path / f"out-{node}")
+    index_folder(bucket, out=tmp_path / "cache")
+    opened = [
+        StreamingDataset(folder, tmp_path / local)
+        for folder, local in ((tmp_path / "a", "out-a"), (tmp_path / "b", "out-b"), (bucket, "cache"))
+    ]
+    assert len({dataset.fingerprint for dataset in opened}) == 1
+    assert opened[2][5] == opened[0][5]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_index_of_an_earlier_release_keeps_its_states(tmp_path: Path, write: Write) -> None:
+    write(tmp_path / "x", ROWS)
+    index_folder(tmp_path)
+    path = tmp_path / "_penstock_index.json"
+    entry = json.loads(path.read_text())
+    del entry["shards"][0]["content"]
+    path.write_text(json.dumps(entry))
+    before = StreamingDataset(tmp_path).fingerprint
+    (tmp_path / ".penstock-indexed").unlink(missing_ok=True)
+    index_folder(tmp_path)
+    assert StreamingDataset(tmp_path).fingerprint == before
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_hashes_are_those_of_whole_files(tmp_path: Path, write: Write) -> None:
+    write(tmp_path / "x", ROWS)
+    index_folder(tmp_path, hashes=True)
+    data = next(path for path in tmp_path.glob("x.*") if "penstock" not in path.name)
+    assert StreamingDataset(tmp_path, validate_hash="xxh3_128")[3]["__key__" if write is tar else "i"] is not None
+    content = bytearray(data.read_bytes())
+    content[content.index(b"row 0003")] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(ShardCorruptError, match="is damaged: its xxh3_128 hash must be"):
+        _ = StreamingDataset(tmp_path, validate_hash="xxh3_128")[0]
+    done = CliRunner().invoke(app, ["data", "verify", str(tmp_path)])
+    assert done.exit_code == 28
+
+
+def test_verify_reads_what_indexing_read(tmp_path: Path) -> None:
+    """One byte of a line, which no piece of the file has."""
+    jsonl(tmp_path / "x", ROWS)
+    index_folder(tmp_path)
+    assert CliRunner().invoke(app, ["data", "verify", str(tmp_path)]).exit_code == 0
+    data = bytearray((tmp_path / "x.jsonl").read_bytes())
+    data[data.index(b"row", 20_000)] ^= 1
+    (tmp_path / "x.jsonl").write_bytes(data)
+    done = CliRunner().invoke(app, ["data", "verify", str(tmp_path)])
+    assert done.exit_code == 28
+    assert "must be the file that was indexed" in done.output
+
+
+def saved(folder: Path, rows: int, shards: int) -> None:
+    """As save_to_disk of datasets 5.2.0 leaves a folder in which it had written more shards before."""
+    names = [f"data-{n:05}-of-{shards:05}.arrow" for n in range(shards)]
+    folder.mkdir(exist_ok=True)
+    for number, part in enumerate(np.array_split(np.arange(rows), shards)):
+        table = pyarrow.table({"i": part})
+        with pyarrow.ipc.new_stream(folder / names[number], table.schema) as file:
+            file.write_table(table)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": f"{rows:016x}", "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_dataset_that_is_saved_again_with_fewer_shards(tmp_path: Path, remote: bool) -> None:
+    saved(tmp_path / "a", 1000, 2)
+    address, local = (tmp_path / "a", None)
+    bucket = fsspec.filesystem("memory")
+    if remote:
+        bucket.put(f"{tmp_path}/a/", "/saved-again/", recursive=True)
+        address, local = "memory://saved-again", tmp_path / "cache"  # type: ignore[assignment]
+    index_folder(address)
+    assert len(StreamingDataset(address, local)) == 1000
+    saved(tmp_path / "a", 100, 1)
+    if remote:
+        bucket.put(f"{tmp_path}/a/state.json", "/saved-again/state.json")
+        bucket.put(f"{tmp_path}/a/data-00000-of-00001.arrow", "/saved-again/data-00000-of-00001.arrow")
+    with pytest.raises(DatasetError, match=r"but the dataset was saved again\..*and drop the saved states"):
+        StreamingDataset(address, local)
+    if not remote:
+        index_folder(address)
+        assert len(StreamingDataset(address)) == 100
+        (tmp_path / "a" / "state.json").unlink()
+        with pytest.raises(DatasetError, match=r"state\.json cannot be read"):
+            StreamingDataset(address)
+
+
+def test_folder_of_saved_splits_names_them(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        saved(tmp_path / split, 10, 1)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    index_folder(tmp_path)
+    with pytest.raises(DatasetError, match="Give split, one of its folders that have one: test, train"):
+        StreamingDataset(tmp_path)
+
+
+def test_content_goes_into_the_index_and_comes_back(tmp_path: Path) -> None:
+    jsonl(tmp_path / "x", ROWS)
+    [shard] = index_folder(tmp_path)
+    assert shard.content.startswith("whole:")
+    assert read_index(write_index([shard]), "it") == [shard]
