@@ -263,3 +263,15 @@ def test_equal_numbers_without_end_are_refused(tmp_path: Path, monkeypatch: pyte
         reader[0]
     monkeypatch.undo()
     assert reader[rows - 1] == {"n": 0}
+
+
+def test_a_codec_that_pyarrow_lacks_is_named(tmp_path: Path) -> None:
+    """LZO, which no pyarrow has: the footer of a file is changed to say so."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"n": list(range(100))}), path, compression="snappy")
+    data, snappy, lzo = path.read_bytes(), b"\x18\x01n\x15\x02", b"\x18\x01n\x15\x06"
+    assert data.count(snappy) == 1  # the column's path, and its codec
+    path.write_bytes(data.replace(snappy, lzo))
+    index_parquet(tmp_path)
+    with pytest.raises(DatasetError, match=r"a\.parquet: sample 0, row group 0 is compressed in a way that .* LZO "):
+        _ = open_shard(parquet_shards([("a.parquet", path)])[0], [path])[0]

@@ -429,7 +429,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 return None
             parts.append((chosen, columns))
         found = joined(len(samples), parts)
-        for name, value in self._fill.items() if found is not None else ():
+        if found is None:
+            return None
+        for name, value in self._fill.items():
             values = found.get(name)
             if isinstance(values, list):
                 found[name] = [value if each is None else each for each in values]

@@ -5,9 +5,11 @@ other, so each is decoded about once per epoch."""
 from __future__ import annotations
 
 import bisect
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -18,11 +20,14 @@ from penstock.data.batch_columns import Columns, by_number, joined
 from penstock.data.formats.columnar.columns import Column, column_of, constant_column
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.fields import unknown_columns
+from penstock.data.formats.raw_files import unreadable
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 FEW_ROWS = 6
 """Fewest rows of a block that are read column by column, which costs more in itself and less for each row."""
+_NO_CODEC = re.compile(r"not supported by the C\+\+ implementation|codec .* not built")
+"""What pyarrow's errors say of a codec that it lacks. (To ask the footer for its codec may end the process.)"""
 LOADING_WAIT_S = 5.0
 """Seconds between checks whether another thread still decodes the block that both need."""
 
@@ -275,6 +280,13 @@ class BlocksReader(ABC):
         except Exception as error:  # errors of pyarrow, of the system, and of damaged bytes
             if not self._is_open:
                 raise self._closed() from error
+            if isinstance(error, OSError) and error.errno is not None:  # pyarrow's own OSError has no number
+                raise unreadable(where, error) from error
+            if _NO_CODEC.search(str(error)):
+                raise DatasetError(
+                    f"{where} is compressed in a way that this pyarrow ({version('pyarrow')}) lacks: {error} Write the "
+                    "file with zstd, or install a pyarrow that has it"
+                ) from error
             raise ShardCorruptError(f"{where} cannot be read: {error}. Write the file again") from error
         with self._lock:
             if not self._is_open:

@@ -18,6 +18,8 @@ forever. One that is true for a sample in 10,000 reaches this with probability e
 
 
 NUMBER_LIMIT = 1 << 62
+UNREADABLE = "unreadable"
+"""Field of the description of a source whose data are gone: why."""
 
 
 class Layer:

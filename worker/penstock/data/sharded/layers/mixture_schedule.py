@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, TypeAlias
 
 from penstock.data.arguments import apportioned, at_least_one, whole
-from penstock.data.sharded.layers.layer import NUMBER_LIMIT, depth_of
+from penstock.data.sharded.layers.layer import NUMBER_LIMIT, UNREADABLE, depth_of
 from penstock.proto.errors import InvalidArgumentError
 
 MAX_PARTS = 1 << 16
@@ -216,8 +216,8 @@ def _position(given: Any, unit: int) -> int:
 def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
     """Return a state's description `was`, with weights and added sources from `now` for each mixture that yields the
     same samples before the saved position by both: a run may be resumed with a Schedule that has other weights later,
-    or with more sources of weight 0 until then. All other differences stay. A damaged description raises KeyError,
-    TypeError or AttributeError.
+    or with more sources of weight 0 until then, or without the data of a source that has none from then on. All other
+    differences stay. A damaged description raises KeyError, TypeError or AttributeError.
 
     `position`: first that no worker has reached, for a mixture that the loader takes directly or through Mapped.
     `inner`: upper bound of it for a mixture inside another one, which counts its own samples.
@@ -233,7 +233,12 @@ def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
     first, second = was["sources"], now["sources"]
     if len(first) > len(second):
         return was
-    sources = [with_later_weights(old, new, inner, inner) for old, new in zip(first, second, strict=False)]
+    sources = [
+        new
+        if _is_unreadable(new) and not _is_read(now, number, position)
+        else with_later_weights(old, new, inner, inner)
+        for number, (old, new) in enumerate(zip(first, second, strict=False))
+    ]
     found, count = {**was, "sources": sources}, len(second)
     if _before(was, position, count) != _before(now, position, count):
         return found
@@ -242,14 +247,36 @@ def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
     return {**changed, **weights, "sources": [*sources, *second[len(first) :]]}
 
 
+def _is_unreadable(described: Any) -> bool:
+    """Return True if the data of a described source are gone."""
+    below = [*described.get("sources", ()), *([described["source"]] if "source" in described else [])]
+    return UNREADABLE in described or any(map(_is_unreadable, below))
+
+
+def _is_read(described: Mapping[str, Any], source: int, position: int) -> bool:
+    """Return True if a Mixture gives a source a weight at `position` or later."""
+    segments = _segments(described)
+    ends = [segment["start"] for segment in segments[1:]] + [NUMBER_LIMIT]
+    return any(
+        part
+        for segment, end in zip(segments, ends, strict=True)
+        if end > position
+        for name in ("parts", "begin")
+        for part in segment.get(name, ())[source : source + 1]
+    )
+
+
+def _segments(described: Mapping[str, Any]) -> Any:
+    return described.get("schedule") or [{"start": 0, "parts": described.get("parts") or []}]
+
+
 def _before(described: Mapping[str, Any], position: int, count: int) -> list[Any]:
     """Return the segments that begin before `position`, with weights of `count` sources, 0 for added ones."""
-    segments = described.get("schedule") or [{"start": 0, "parts": described.get("parts") or []}]
     return [
         {
             name: [*value, *([0] * (count - len(value)))] if name in ("parts", "begin") else value
             for name, value in segment.items()
         }
-        for segment in segments
+        for segment in _segments(described)
         if segment["start"] < position
     ]

@@ -95,7 +95,8 @@ class Packed(Layer):
                 index at which each segment begins, then `length`. Padding counts as a segment. Use `collate_packed` to
                 make batches.
             loss_mask: True: add the field `loss_mask`, bool of shape (length,): True for each token that has a label.
-                Name of a column with one value for each token: a token with the value 0 there is not used as a label.
+                Name of a column with one value for each token: a token with the value 0 there is not used as a label,
+                so `labels` has `ignore_index` in its place.
             ignore_index: value in `labels` for tokens without a label.
             payload: names of columns with one value for each token, or one array, all of the same shape. Each becomes a
                 field of shape (length, ...) with zeros for padding.

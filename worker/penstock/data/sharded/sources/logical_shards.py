@@ -14,14 +14,14 @@ from penstock.data.loading.streaming_loader import BLOCK
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import ShardedOrder
 from penstock.data.recent import Recent
-from penstock.data.sharded.layers.layer import SearchLimit, entered
+from penstock.data.sharded.layers.layer import UNREADABLE, SearchLimit, entered
 from penstock.data.sharded.layers.mapped import without_errors
 from penstock.data.sharded.protocol import Cursor, KnownRecords, PositionOf, SavedPosition
 from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, shard_range
 from penstock.data.sharded.sources.lines import LineFile, cut_files
 from penstock.data.sharded.sources.pieces import Pieces, one_each
 from penstock.data.sharded.sources.sequential_pieces import SequentialCursor, SequentialPieces
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
 MAX_OPEN = 128
@@ -90,6 +90,8 @@ class LogicalShards:
         Raises:
             InvalidArgumentError: an invalid piece or argument.
             DatasetError: a piece has another length than in counts.
+
+        If a function raises OSError, the source raises DatasetError when it is read.
         """
         self._shards = at_least_one("shards", shards)
         self._shuffle = bool(shuffle)
@@ -114,6 +116,8 @@ class LogicalShards:
             "shuffle": self._shuffle,
             "shuffle_block": (self._block or "all") if self._shuffle and by_position else None,
         }
+        if self._pieces.unreadable:
+            self._described[UNREADABLE] = self._pieces.unreadable
         self.skip_failures = self._pieces.skip_failures()
         if self.skip_failures and not by_position:
             raise InvalidArgumentError("pieces must all be indexable with skip_failures of a StreamingDataset")
@@ -132,6 +136,7 @@ class LogicalShards:
         return dict(self._described)
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
+        self._check_readable()
         if self._parts is None:
             return self._whole.lengths(epoch)
         if self.skip_failures:
@@ -156,6 +161,7 @@ class LogicalShards:
         self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         assert 0 <= shard < self._shards, f"shard {shard} of {self._shards}"
+        self._check_readable()
         if self._parts is None:
             own, seed_of = self._whole.pieces_of(shard, epoch, seed), self._whole.seeds(epoch, seed)
             return SequentialCursor(self._whole, own, seed_of, saved)
@@ -169,6 +175,13 @@ class LogicalShards:
         cursor = RangeCursor(self._parts, order, epoch, begin, end, ahead, inner, key, tolerant=True)
         where = f"LogicalShards: shard {shard}, epoch {epoch}, sample"
         return without_errors(cursor, self.skip_failures, index, SearchLimit(self, "LogicalShards", shard), where)
+
+    def _check_readable(self) -> None:
+        if self._pieces.unreadable:
+            raise DatasetError(
+                f"a piece of LogicalShards cannot be opened: {self._pieces.unreadable}. Restore it, or give the source "
+                "weight 0 in its Mixture"
+            )
 
     def _order(self, seed: int) -> ShardedOrder:
         key, parts = derive_seed(seed, "LogicalShards") if self._shuffle else 0, self._parts

@@ -85,7 +85,13 @@ class Pieces:
         self._are_given = given is not None
         """True if the user gave `counts`; False if the pieces were counted."""
         self._functions = {number for number in range(len(self)) if self._is_function(number)}
-        lengths = self._lengths(given)
+        self.unreadable = ""
+        """Why a function could not open its piece; "" if all could, or were not called. A source whose data are gone
+        may be one that a Mixture does not read any more."""
+        try:
+            lengths = self._lengths(given)
+        except OSError as error:
+            lengths, self.unreadable = None, f"{error} ({', '.join(getattr(error, '__notes__', ()))})"
         self.by_position = lengths is not None
         self.counts = given if lengths is None else lengths
         self._lists = {n: piece for n, piece in enumerate(self._pieces) if type(piece) in (list, tuple)}
