@@ -52,6 +52,8 @@ PAIRS = (
     Pair("datasets, buffer", "Arrow", "huggingface", "TheirsSaved", "OursSaved"),
     Pair("datasets, exact", "Arrow", "huggingface", "TheirsSavedExact", "OursSaved", ("shuffled",)),
     Pair("datasets, buffer", "Parquet", "huggingface", "TheirsParquet", "OursParquet"),
+    Pair("deltalake", "Delta Lake", "tables", "TheirsDelta", "OursTable", ("in sequence",)),
+    Pair("pyiceberg", "Iceberg", "tables", "TheirsIceberg", "OursTable", ("in sequence",)),
     Pair("webdataset", "tar", "webdataset"),
     Pair("Grain", "ArrayRecord", "array_record"),
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from benchmarks.readers.__main__ import QUICK, compare
 from benchmarks.readers.batch_reader import Ours, all_samples
 from benchmarks.readers.pairs import ORDERS, PAIRS
-from benchmarks.streaming_data import value_checksum
+from benchmarks.readers.tables import OursTable, TheirsDelta, TheirsIceberg
+from benchmarks.streaming_data import Kind, value_checksum
 from benchmarks.streaming_player import answer_of
 from benchmarks.streaming_report import OURS
 
@@ -46,6 +48,19 @@ def test_readers_take_turns(tmp_path: Path) -> None:
     assert asked[:2] == [f"write {PAIR.peer}", f"write {OURS}"], "the other library writes what both read"
     assert found["checked"]
     assert not found["failures"]
+
+
+@pytest.mark.parametrize("library", [TheirsDelta, TheirsIceberg])
+@pytest.mark.parametrize("kind", QUICK, ids=str)
+def test_readers_of_tables_read_the_same(library: Any, kind: Kind, tmp_path: Path) -> None:
+    asked = {"kind": kind.name, "folder": str(tmp_path / "data"), "samples": kind.samples}
+    readers = library(), OursTable()
+    for reader in readers:
+        answer_of(reader, {"do": "write", **asked})
+    wanted = value_checksum(all_samples(kind.name, kind.samples))
+    for reader in readers:
+        answer = answer_of(reader, {"do": "check", "shuffle": False, **asked})
+        assert answer == dict(zip(("samples", "checksum"), wanted, strict=True))
 
 
 def test_our_reader_reads_what_was_written(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import random
-import struct
 import tarfile
 import zlib
 from contextlib import closing
@@ -17,17 +16,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from delta_vectors import commit, delete_by_vector, log_of, upgrade
 from deltalake import DeltaTable, QueryBuilder, convert_to_deltalake, write_deltalake
 from plain_rows import comparable
-from pyroaring import BitMap64
 
 from penstock.data import StreamingDataset, StreamingLoader, index_folder, index_parquet, index_table
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, SnapshotExpiredError, StateMismatchError
 
 FIXTURES = Path(__file__).parents[1] / "data" / "delta"
-Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
-"""The alphabet of ZeroMQ's Base-85, in which Delta Lake writes small vectors."""
 VECTORS = ["deletionVectors"]
 
 
@@ -42,53 +39,6 @@ def expected(table: Path, version: int | None = None) -> list[dict[str, Any]]:
     result = QueryBuilder().register("t", opened).execute("select * from t").read_all()
     rows: list[dict[str, Any]] = pyarrow.table(result).to_pylist()
     return rows
-
-
-def log_of(table: Path) -> list[dict[str, Any]]:
-    """Return all actions in the log of a table without checkpoints, in order."""
-    return [
-        json.loads(line) for path in sorted(table.glob("_delta_log/*.json")) for line in path.read_text().splitlines()
-    ]
-
-
-def commit(table: Path, *actions: dict[str, Any]) -> None:
-    """Write a commit by hand: deltalake writes no deletion vectors, and renames no columns."""
-    version = len(list(table.glob("_delta_log/*.json")))
-    path = table / "_delta_log" / f"{version:020}.json"
-    path.write_text("".join(f"{json.dumps(action)}\n" for action in actions))
-
-
-def upgrade(features: list[str]) -> dict[str, Any]:
-    return {
-        "protocol": {
-            "minReaderVersion": 3,
-            "minWriterVersion": 7,
-            "readerFeatures": features,
-            "writerFeatures": features,
-        }
-    }
-
-
-def delete_by_vector(table: Path, deleted: dict[str, list[int]], features: list[str], *, inline: bool) -> None:
-    """Commit a deletion vector for each file: in the log, or in a file of its own, as the protocol describes both."""
-    adds = {action["add"]["path"]: action["add"] for action in log_of(table) if "add" in action}
-    actions: list[dict[str, Any]] = [upgrade(features)]
-    for number, (path, rows) in enumerate(deleted.items()):
-        vector = struct.pack("<I", 1681511377) + BitMap64(rows).serialize()
-        if inline:
-            padded = vector + bytes(-len(vector) % 4)
-            words = struct.unpack(f">{len(padded) // 4}I", padded)
-            text = "".join(Z85[word // 85**place % 85] for word in words for place in (4, 3, 2, 1, 0))
-            place: dict[str, Any] = {"storageType": "i", "pathOrInlineDv": text}
-        else:
-            name = f"deletion_vector_{len(log_of(table))}_{number}.bin"
-            sized = struct.pack(">I", len(vector)) + vector + struct.pack(">I", zlib.crc32(vector))
-            (table / name).write_bytes(b"\x01" + sized)
-            place = {"storageType": "p", "pathOrInlineDv": (table / name).as_uri(), "offset": 1}
-        place |= {"sizeInBytes": len(vector), "cardinality": len(rows)}
-        removed = {"path": path, "deletionTimestamp": 1, "dataChange": True}
-        actions += [{"remove": removed}, {"add": adds[path] | {"deletionVector": place}}]
-    commit(table, *actions)
 
 
 def rename_columns(table: Path, features: list[str]) -> None:
@@ -192,6 +142,29 @@ def test_tables_of_spark(name: str, tmp_path: Path) -> None:
         assert {name: type(value) for name, value in row.items()} == wide
         assert [row["byte_long"], row["float_double"]] in [[each["byte_long"], each["float_double"]] for each in files]
         assert stored.keys() == row.keys()
+
+
+def test_partitions_are_those_of_the_log(tmp_path: Path) -> None:
+    """Also where a file has the column, and not where only the name of its folder has one."""
+    table = tmp_path / "table"
+    write_deltalake(table, pyarrow.table({"i": [1, 2], "day": [7, 7]}))
+    meta = next(action["metaData"] for action in log_of(table) if "metaData" in action)
+    [add] = [action["add"] for action in log_of(table) if "add" in action]
+    commit(table, {"metaData": meta | {"partitionColumns": ["day"]}}, {"add": add | {"partitionValues": {"day": "8"}}})
+    index_table(table)
+    assert read(table) == [{"i": 1, "day": 8}, {"i": 2, "day": 8}]
+    assert read(table, columns=["day"]) == [{"day": 8}] * 2
+
+
+def test_other_deleted_rows_are_other_data(table: Path) -> None:
+    """For a state's comparison: as many rows of the same files, but others."""
+    index_table(table)
+    [path] = [action["remove"]["path"] for action in log_of(table) if "remove" in action]
+    delete_by_vector(table, {path: list(range(1, 20, 2))}, VECTORS, inline=True)
+    index_table(table)
+    datasets = [StreamingDataset(table, version=version) for version in (2, 3)]
+    assert len(datasets[0]) == len(datasets[1]) == 30
+    assert datasets[0].fingerprint != datasets[1].fingerprint
 
 
 @pytest.fixture

@@ -52,7 +52,8 @@ def data_index(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write an index for files that other libraries wrote. StreamingDataset then reads them in place.
+    """Write an index for files that other libraries wrote, or for the present snapshot of a table of Delta Lake or
+    Iceberg. StreamingDataset then reads them in place.
 
     If the command is killed, run it again: it continues where it stopped, or begins anew (Parquet, remote folders
     without --out or prepared by Energon).
