@@ -15,6 +15,8 @@ HEADROOM = 256 << 20
 
 
 def _bombs() -> dict[str, Callable[[], object]]:
+    import fcntl
+    import os
     import struct
 
     import torch
@@ -26,7 +28,7 @@ def _bombs() -> dict[str, Callable[[], object]]:
     from penstock.proto.lane.compression import Unpacker, check_claim, load
     from penstock.proto.state.codec import decode_state, encode_state
     from penstock.proto.v1 import lane_pb2
-    from penstock.worker.processes.control_channel import MessageInbox
+    from penstock.worker.processes.control_channel import SEALS, LargeMessage
 
     def tree(node: str) -> bytes:
         text = node.encode().ljust(-(-len(node) // 16) * 16)
@@ -63,10 +65,12 @@ def _bombs() -> dict[str, Callable[[], object]]:
         value["step"], value["positions"] = 1, [b"\x1a\x01\x00*\x00"]  # type: ignore[index]
         return saved_state.read({saved_state.KEY: {"format": 3, "step": 1, "record": encode_state(value)}})
 
-    def said(text: int, payload: int) -> object:
-        inbox = MessageInbox()
-        inbox.feed(struct.pack("<IQB", text, payload, 0) + b"{}", [])
-        return inbox.take()
+    def said(text: int, size: int) -> object:
+        memory = os.memfd_create("message", os.MFD_ALLOW_SEALING)
+        os.write(memory, struct.pack("<I", text) + b"{}")
+        os.truncate(memory, size)
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, SEALS)
+        return LargeMessage([memory]).read()
 
     torch.zeros(1)
     return {
@@ -82,8 +86,8 @@ def _bombs() -> dict[str, Callable[[], object]]:
         "a zstd piece": lambda: unpack(lane_pb2.ZSTD, 200_000, zeros(lane_pb2.ZSTD)),
         "an lz4 piece": lambda: unpack(lane_pb2.LZ4, 200_000, zeros(lane_pb2.LZ4)),
         "boxes of a saved state": boxes,
-        "a control message's payload": lambda: said(2, 1 << 40),
-        "a control message's text": lambda: said(1 << 31, 0),
+        "a control message's payload": lambda: said(2, 1 << 31),
+        "a control message's text": lambda: said(1 << 31, 1 << 31),
     }
 
 

@@ -22,7 +22,7 @@ from penstock.proto.lane.tcp import sealed
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import Sender
 from penstock.worker.processes.child_processes import Child
-from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, counts, encode_head
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, counts, packed
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.slots.snapshots import MAX_BYTES, MOST, SlotSnapshots, StoredSnapshot
 
@@ -177,7 +177,7 @@ def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[ControlMessage]]:
                 last.set()
 
         process = subprocess.Popen(["sleep", "60"], process_group=0)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read, write = os.pipe()
         child = Child(ControlChannel(ours), read, "the child", hear, lambda: None)
         child.begun(process.pid, os.pidfd_open(process.pid))
@@ -194,22 +194,21 @@ def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[ControlMessage]]:
             child.kill()
             process.wait()
             child.gone(0)
+            await child.exited
 
     return asyncio.run(run()), heard
 
 
 def test_only_a_child_with_bad_messages_is_killed() -> None:
-    good = encode_head(ControlMessage("begun"))
-    assert _said(good, encode_head(ControlMessage("last")))[0] == 0
-    status, heard = _said(good, b"\2\0\0\0" + bytes(9) + b"[]")
+    good, last = (b"".join(packed(ControlMessage(kind))[0]) for kind in ("begun", "last"))
+    assert _said(good, last)[0] == 0
+    status, heard = _said(good, b"\2\0\0\0[]")
     assert status == -signal.SIGKILL
     assert [message.kind for message in heard] == ["begun"]
 
 
 def test_a_child_that_sends_descriptors_is_killed() -> None:
-    announced = bytearray(encode_head(ControlMessage("begun")))
-    announced[12] = 1
-    assert _said(bytes(announced), fds=True)[0] == -signal.SIGKILL
+    assert _said(b"".join(packed(ControlMessage("begun"))[0]), fds=True)[0] == -signal.SIGKILL
 
 
 def test_number_of_epoch_starts_is_bounded() -> None:

@@ -111,12 +111,13 @@ class Cluster:
         through: str = "",
         before: Sequence[str] = (),
         stderr: int | None = None,
+        module: str = "penstock.worker",
     ) -> Daemon:
         """Start a worker; returns when it is registered. `more`: further arguments; `through`: the coordinator's
-        address, if it is another one; `before`: a command that starts it, and becomes it."""
+        address, if it is another one; `before`: a command that starts it, and becomes it; `module`: what is run."""
         arguments = ["--coordinator", through or self.address, "--slots", str(slots), "--allow", allow, *more]
         arguments += ["--name", name] if name else []
-        worker, _ = self._start("penstock.worker", *arguments, before=before, stderr=stderr)
+        worker, _ = self._start(module, *arguments, before=before, stderr=stderr)
         self.workers.append(worker)
         return worker
 

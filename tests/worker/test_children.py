@@ -37,7 +37,7 @@ from penstock.worker.slots.slot_record import SlotRecord
 
 def test_stopped_child_with_full_socket_is_killed() -> None:
     async def stop() -> float:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read, write = os.pipe()
         os.close(write)
         with (

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
 
 import pytest
 
-from penstock.proto.errors import InputFnError
+from penstock.proto.errors import InputFnError, ProtocolError
 from penstock.worker.processes.control_channel import (
     ControlChannel,
     ControlMessage,
+    LargeMessage,
+    close_all,
+    packed,
     plain_detail,
 )
 
 
 def pair() -> tuple[ControlChannel, ControlChannel]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return ControlChannel(ours), ControlChannel(theirs)
 
 
@@ -44,19 +46,56 @@ def test_fields_payload_and_descriptors_arrive() -> None:
     theirs.sock.close()
 
 
-@pytest.mark.parametrize("taken", [1, 60])
-def test_partial_send_is_continued(taken: int) -> None:
-    class Short(socket.socket):
-        def sendmsg(self, buffers: Any, *rest: Any) -> int:
-            return self.send(b"".join(buffers)[:taken])
+def test_a_large_message_comes_in_memory_that_nobody_can_change() -> None:
+    ours, theirs = pair()
+    payload, labels = bytes(range(256)) * 4096, {str(number): "label" for number in range(9000)}
+    read, write = os.pipe()
+    ours.send("point", payload, fds=[read], labels=labels)
+    with pytest.raises(BlockingIOError):  # one at a time: until it is read it is nobody's memory
+        ours.send_packet([b""], [], [read], wait=False)
+    large = theirs.receive_packet()
+    assert isinstance(large, LargeMessage)
+    for change in (lambda fd: os.pwrite(fd, b"x", 0), lambda fd: os.ftruncate(fd, 0)):
+        with pytest.raises(PermissionError):
+            change(large.fds[-1])
+    message = large.read(len(payload))
+    assert (message.kind, message.fields["labels"], message.payload) == ("point", labels, payload)
+    os.close(write)
+    assert os.read(message.fds[0], 1) == b""
+    close_all([read, *message.fds])
+    before = len(os.listdir("/proc/self/fd"))
+    ours.send("point", payload)
+    with pytest.raises(ProtocolError, match="at most 9 bytes"):
+        theirs.receive_packet().read(9)  # type: ignore[union-attr]
+    parts, (memory,) = packed(ControlMessage("point", {}, payload))
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.write(loose, os.pread(memory, 1 << 21, 0))
+    with open("/dev/null") as null:
+        for fd in (loose, null.fileno()):
+            ours.send_packet(parts, [], [fd])
+            with pytest.raises(ProtocolError):
+                theirs.receive()
+    close_all([loose, memory])
+    assert len(os.listdir("/proc/self/fd")) == before
+    ours.close()
+    theirs.close()
 
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    sender, receiver = ControlChannel(Short(fileno=ours.detach())), ControlChannel(theirs)
-    for payload in (b"", b"payload" * 100):
-        sender.send("cut", payload, total=3)
-        message = received(receiver)
-        assert (message.fields, message.payload) == ({"total": 3}, payload)
-    sender.sock.close()
+
+def test_what_waits_can_be_looked_at() -> None:
+    """Also what comes after a large message, and more than once."""
+    ours, theirs = pair()
+    with open("/dev/null") as null:
+        ours.send("point", bytes(1 << 20))
+        ours.send("prepare", total=1)
+        ours.send("attach", b"hello", fds=[null.fileno()])
+    for _ in range(2):
+        prepare, attach = theirs.peek()
+        assert (prepare.kind, attach.kind, attach.payload, len(attach.fds)) == ("prepare", "attach", b"hello", 1)
+        close_all(attach.fds)
+    assert [received(theirs).kind for _ in range(2)] == ["point", "prepare"]
+    close_all(received(theirs).fds)
+    assert theirs.peek() == []
+    ours.close()
     theirs.close()
 
 

@@ -96,7 +96,7 @@ async def test_one_lane_at_a_time_waits_for_its_runner() -> None:
         def __init__(self) -> None:
             self.reads_late, self.taken = False, list[str]()
 
-        def drain(self) -> None:
+        def hear(self) -> None:
             pass
 
         async def send(self, kind: str, payload: bytes, fds: list[int], **served: Any) -> None:
@@ -105,7 +105,7 @@ async def test_one_lane_at_a_time_waits_for_its_runner() -> None:
             os.close(fds[0])
 
     runner = Busy()
-    host: Any = SimpleNamespace(name="w", counters=DaemonCounters())
+    host: Any = SimpleNamespace(name="w", counters=DaemonCounters(), slot_bytes=1 << 30)
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
     slot.record.child = runner  # type: ignore[assignment]
     slot.record.ready.set()
@@ -129,7 +129,7 @@ async def test_one_lane_at_a_time_waits_for_its_runner() -> None:
 @in_loop
 async def test_lane_is_refused_when_its_slot_ends() -> None:
     """The daemon held the connection until its deadline, for 30 s."""
-    host: Any = SimpleNamespace(name="w", counters=DaemonCounters())
+    host: Any = SimpleNamespace(name="w", counters=DaemonCounters(), slot_bytes=1 << 30)
     host.embedded, host.slot_changed = False, lambda: None
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
     ours, theirs = socket.socketpair()

@@ -1,20 +1,17 @@
-"""The daemon's heartbeats: intervals and quotas of replies, its lease while it is busy, sizes of reports."""
+"""The daemon's heartbeats: intervals and quotas of replies, sizes of reports."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
-from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.rpc.channel import REQUEST_MAX
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.worker.daemon.daemon import Daemon
-from penstock.worker.daemon.heartbeats import HANGS_S, LATE, REPORTS_MAX, Heartbeats, fitted
+from penstock.worker.daemon.heartbeats import REPORTS_MAX, fitted
 from penstock.worker.daemon.worker_settings import DaemonSettings
 
 # ---- replies
@@ -48,50 +45,6 @@ def test_unanswered_request_is_asked_for_again() -> None:
         assert daemon._heartbeat(1.0).seen_version == 0
 
     with_daemon(body)
-
-
-# ---- a busy daemon
-
-
-LEASE_S = 0.4
-DEADLINE_S = 60.0
-
-
-class Coordinator:
-    def __init__(self) -> None:
-        self.heard, self.closed, self.calls = threading.Semaphore(0), threading.Event(), 0
-
-    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        self.calls += 1
-        if self.calls == 1:
-            raise CoordinatorUnavailableError("it is away")
-        assert not request.slots
-        self.heard.release()
-        return pb.HeartbeatReply()
-
-    def close(self) -> None:
-        self.closed.set()
-
-
-def test_busy_event_loop_keeps_its_lease() -> None:
-    coordinator: Any = Coordinator()
-    heart = Heartbeats(lambda: coordinator, lambda: pb.HeartbeatRequest(worker="w"), lambda: LEASE_S)
-    heart.start()
-    for _ in range(3):  # nobody tells it of any answer
-        assert coordinator.heard.acquire(timeout=DEADLINE_S)
-    heart.stop()
-    assert coordinator.closed.wait(DEADLINE_S)
-
-
-def test_thread_beats_for_a_late_loop_that_runs() -> None:
-    unused: Any = Coordinator
-    heart = Heartbeats(unused, pb.HeartbeatRequest, lambda: 3.0)
-    heart.note_answer()
-    now = time.monotonic()
-    assert not heart.is_due(now, 3.0), "it was heard just now"
-    assert heart.is_due(now + 3.0 * LATE + 1, 3.0)
-    assert not heart.is_due(now + 3.0 * LATE + 1, 0.0), "no lease is known"
-    assert not heart.is_due(now + HANGS_S + 1, 3.0), "the loop hangs: others are to take over"
 
 
 # ---- reports, whose sizes user code decides

@@ -49,7 +49,7 @@ def test_a_batch_that_is_finished_while_a_consumer_comes() -> None:
     gone before that, and the next one comes."""
     assignment = records_pb2.WorkerAssignment(run="job/0", num_boxes=1, num_workers_per_box=1)
     assignment.loader.options.max_batch_bytes = 1 << 20
-    daemons, runners = socket.socketpair()
+    daemons, runners = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     page = ProgressPage.create()
     stream = SlotStream(assignment, ControlChannel(runners), ProgressPage(os.dup(page.fd)))
     loader = GatedLoader()

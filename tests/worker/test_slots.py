@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from coroutines import in_loop
 
-from penstock.proto.errors import LaneLostError, PenstockError, UnknownRunError
+from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.slots import runner_watch
-from penstock.worker.slots.slot import Slot
+from penstock.worker.slots.slot import MOST_ABANDONED, Slot
 from penstock.worker.slots.slot_record import DaemonCounters
 from penstock.worker.slots.snapshots import StoredSnapshot
 
@@ -26,6 +27,7 @@ def slot_of(coordinator: Any, changed: Callable[[], None] = lambda: None) -> Slo
         slot_changed=changed,
         counters=DaemonCounters(),
         embedded=False,
+        slot_bytes=1 << 30,
     )
     return Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
 
@@ -150,6 +152,49 @@ async def test_first_snapshot_that_cannot_be_sent_fails() -> None:
     slot.record.progress_page.close()
 
 
+# ---- a runner that says the same again and again
+
+
+@in_loop
+async def test_repeated_messages_take_no_more_tasks_and_descriptors() -> None:
+    opened, sent = 0, asyncio.Event()
+
+    class Blobs:
+        async def descriptor(self, name: str) -> int:
+            nonlocal opened
+            opened += 1
+            return opened
+
+    class Busy:
+        """A runner that does not read at first."""
+
+        reads_late = True
+
+        async def send(self, kind: str, *, fds: list[int]) -> None:
+            sent.set()
+
+    slot, runner = slot_of(Keeping()), Busy()
+    slot.record.child = runner  # type: ignore[assignment]
+    with pytest.raises(ProtocolError, match="there is none"):
+        slot._on_message(ControlMessage("wants_resume"))
+    slot.record.assignment.resume.blob = "state"
+    slot._host.blobs = Blobs()  # type: ignore[misc, assignment]
+    slot.record.store.add(first_point(), 0)
+    for number in range(5000):
+        slot._on_message(ControlMessage("wants_resume"))
+        slot._on_message(ControlMessage("ready"))
+        slot._on_message(ControlMessage("left", {"epoch": number, "total": number}))
+    await asyncio.sleep(0)
+    assert (len(slot._tasks), opened) == (2, 0)
+    assert [min(slot.record.abandoned), max(slot.record.abandoned)] == [5000 - MOST_ABANDONED, 4999]
+    runner.reads_late = False
+    await asyncio.wait_for(sent.wait(), DEADLINE_S)
+    assert opened == 1
+    for task in slot._tasks:
+        task.cancel()
+    slot.record.progress_page.close()
+
+
 # ---- memory
 
 
@@ -174,7 +219,7 @@ def watched(coordinator: Away) -> Slot:
     slot = slot_of(coordinator)
     child: Any = SimpleNamespace(pid=1, kill=lambda: None)
     slot.record.child = child
-    slot.record.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state"), 0)
+    slot.record.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b""), 0)
     slot.record.ready.set()
     slot.record.begun.set()
     return slot

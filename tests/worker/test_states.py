@@ -51,7 +51,7 @@ def states_of(progress_page: ProgressPage, **given: Any) -> SlotStates:
     }
     fields["assignment"].loader.options.replay_without_state = True
     slot = SlotRecord(name="box 0 slot 1", log=SubjectLogger(_log), progress_page=progress_page, **fields)
-    return SlotStates(slot, cast(SlotHost, SimpleNamespace(name="w")), helper)
+    return SlotStates(slot, cast(SlotHost, SimpleNamespace(name="w", slot_bytes=1 << 30)), helper)
 
 
 def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
@@ -290,7 +290,7 @@ def test_unseen_batches_are_replayed_for_digest(progress_page: ProgressPage, rep
 @in_loop
 async def test_an_answer_that_waits_ends_with_its_slot() -> None:
     """Its batch is never made, for the slot moves to another worker."""
-    host = cast(SlotHost, SimpleNamespace(name="w"))
+    host = cast(SlotHost, SimpleNamespace(name="w", slot_bytes=1 << 30))
     slot = Slot(host, records_pb2.WorkerAssignment())
     slot.record.capabilities.state_methods = 2
     slot.record.ready.set()

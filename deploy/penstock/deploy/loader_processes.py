@@ -68,7 +68,7 @@ class LoaderForkServer:
 
     def fork(self, title: str) -> LoaderProcess:
         """Return a new child process, which has seen no user code. `title`: what it does, for errors."""
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel = ControlChannel(here)
         self._count += 1
         try:

@@ -3,6 +3,7 @@ calls to the coordinator, rows of its journal."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
 from collections.abc import Callable
@@ -23,29 +24,29 @@ from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.processes.control_channel import ControlMessage, MessageInbox, counts, encode_head
+from penstock.worker.processes.control_channel import SEALS, ControlMessage, LargeMessage, counts, decoded, packed
 from penstock.worker.processes.progress_page import ProgressPage
 
 __all__ = ["TARGETS"]
-
-
-HEAD = struct.Struct("<IQB")
-"""Header of a control message: bytes of text, bytes of payload, descriptors."""
 
 
 # ---- children
 
 
 def _control(data: bytes) -> None:
-    """A stream of messages, in pieces of any size. Steps: 0 bytes as they are, 1 a message's text, and 64 bytes of
-    payload."""
-    inbox = MessageInbox()
+    """Packets. Steps: 0 as it is, 1 a message's text, and 64 bytes of payload; above that in sealed memory."""
     for what, piece in pieces(data):
-        text, payload = (piece[:-64], piece[-64:]) if what % 2 else (b"", b"")
-        inbox.feed(piece if not what % 2 else HEAD.pack(len(text), len(payload), 0) + text + payload, [])
-        while (message := inbox.take()) is not None:
-            assert type(message.kind) is str
-            counts(message, *list(message.fields)[:4])
+        text, payload = (piece[:-64], piece[-64:]) if what % 2 else (b"", piece)
+        packet = payload if not what % 2 else struct.pack("<I", len(text)) + text + payload
+        if what % 4 < 2:
+            message = decoded(packet, [])
+        else:
+            memory = os.memfd_create("message", os.MFD_ALLOW_SEALING)
+            os.write(memory, packet)
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, SEALS)
+            message = LargeMessage([memory]).read()
+        assert type(message.kind) is str
+        counts(message, *list(message.fields)[:4])
 
 
 def _control_seeds() -> list[bytes]:
@@ -54,9 +55,9 @@ def _control_seeds() -> list[bytes]:
         ControlMessage("ready", {}, b"\10\4"),
         ControlMessage("begun"),
     ]
-    stream = b"".join(encode_head(message) + message.payload for message in messages[:1])
-    text = encode_head(messages[0])[HEAD.size :]
-    return [script((0, stream)), script((0, stream[:9]), (0, stream[9:])), script((1, text + bytes(64)))]
+    packets = [b"".join(packed(message)[0]) for message in messages]
+    text = packed(messages[0])[0][0][4:]
+    return [script(*((0, packet) for packet in packets)), script((2, packets[0])), script((1, text + bytes(64)))]
 
 
 def _progress_page(data: bytes) -> None:

@@ -215,7 +215,7 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
     return Ack(delivered, open_epochs, abandon_epoch, entries, steps, bool(close), labelled, label)
 
 
-_SO_PEEK_OFF = 42
+SO_PEEK_OFF = 42
 """Linux: recv with MSG_PEEK begins at this offset in the queue, and moves it. Not in Python's socket module."""
 
 
@@ -223,7 +223,7 @@ def unread_break(sock: socket.socket) -> bool:
     """True if an ack that abandons an epoch waits on a local lane. It stays there; others may read it meanwhile."""
     buffer = bytearray(MAX_FRAME)  # of a longer message the next recv would give the rest
     try:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
+        sock.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, 0)
         while size := sock.recv_into(buffer, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT):
             if size >= _ACK.size and _ACK.unpack_from(buffer)[5]:
                 return True
@@ -231,7 +231,7 @@ def unread_break(sock: socket.socket) -> bool:
         pass
     finally:
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, -1)
+            sock.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, -1)
     return False
 
 

@@ -1,5 +1,6 @@
 """The worker daemon: registers with the coordinator, starts and stops slots. It never runs user code. Each heartbeat's
-reply holds the whole set of slots to run, so a lost, late or repeated message does no harm."""
+reply holds the whole set of slots to run, so a lost, late or repeated message does no harm. The event loop itself sends
+them, so that a daemon that hangs loses its lease, and other workers get its slots."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ from penstock.proto.rpc.channel import VERSION, detail_of, host_id
 from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import LivenessWriter
-from penstock.worker.daemon.heartbeats import Heartbeats, fitted
+from penstock.worker.daemon.heartbeats import fitted
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
-from penstock.worker.daemon.worker_settings import DaemonSettings, own_name, user_of_runners
+from penstock.worker.daemon.worker_settings import DaemonSettings, own_name, slot_bytes, user_of_runners
 from penstock.worker.processes.child_processes import about_slot
 from penstock.worker.processes.fork_servers import KeptForkServer, TemporaryFolder, end_orphans
 from penstock.worker.processes.interpreters import StartedForkServer
@@ -52,8 +53,6 @@ ATTACH_DEADLINE_S = 30.0
 HELPERS_AT_ONCE = 2
 """Smallest limit on simultaneous helper processes; with more than two cores it is one per core."""
 ANSWERS_AT_ONCE = 1024
-TURN_S = 5.0
-"""Seconds between two reports of the event loop to the heartbeat thread that it makes progress."""
 
 
 class Daemon:
@@ -81,11 +80,7 @@ class Daemon:
             lambda: self._dirty.set(),
             settings.runner_memory,
             settings.embedded,
-        )
-        self._heart = Heartbeats(
-            self._connect,
-            lambda: self._heartbeat(0.0, bare=True),
-            lambda: self.lease_s,
+            slot_bytes(settings),
         )
         self._session = secrets.token_hex(8)
         self._liveness = LivenessWriter(settings.liveness_file)
@@ -152,11 +147,7 @@ class Daemon:
             )
             if ready is not None:
                 ready(self.host.name)
-            works = [self._heartbeats(), self._report_changes()]
-            if not self.settings.embedded:  # else the coordinator, in the same event loop, is late by the same time
-                self._heart.start()
-                works.append(self._turn())
-            loops = [asyncio.ensure_future(work) for work in works]
+            loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes())]
             migrating = asyncio.ensure_future(self._migrate_slots())
             done, _ = await asyncio.wait([*loops, migrating], return_when="FIRST_COMPLETED")
             for task in [*loops, migrating, stop]:
@@ -188,13 +179,7 @@ class Daemon:
         settings = self.settings
         return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
 
-    async def _turn(self) -> None:
-        while True:
-            self._heart.turned()
-            await asyncio.sleep(TURN_S)
-
     async def _leave(self) -> None:
-        self._heart.stop()
         with contextlib.suppress(PenstockError, TimeoutError):
             request = coordinator_pb2.DeregisterWorkerRequest(worker=self.host.name, session=self._session)
             await asyncio.wait_for(self.host.coordinator.deregister(request), 2.0)
@@ -273,8 +258,10 @@ class Daemon:
 
     async def _report_changes(self) -> None:
         """Send a heartbeat as soon as a slot's report changes, while the long poll still waits for its reply."""
+        pace = PollPace()  # a runner may change its report with each message
         while True:
             await self._dirty.wait()
+            await asyncio.sleep(pace.delay_s())
             self._dirty.clear()
             try:
                 reply = await self.host.coordinator.heartbeat(self._heartbeat(0.0))
@@ -288,7 +275,6 @@ class Daemon:
 
     def _note_answer(self) -> None:
         self.answered_at = time.monotonic()
-        self._heart.note_answer()
         self._liveness.note_answer()
 
     def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
@@ -308,8 +294,7 @@ class Daemon:
             self._apply(reply)
         self._replied.set()
 
-    def _heartbeat(self, hold_s: float, bare: bool = False) -> coordinator_pb2.HeartbeatRequest:
-        """bare: True leaves out the slots' reports, which only the event loop may read."""
+    def _heartbeat(self, hold_s: float) -> coordinator_pb2.HeartbeatRequest:
         return coordinator_pb2.HeartbeatRequest(
             worker=self.host.name,
             session=self._session,
@@ -317,9 +302,7 @@ class Daemon:
             hold_s=hold_s,
             lease_s=self.lease_s,
             leaving=self._leaving,
-            slots=[]
-            if bare
-            else fitted([slot.report() for slot in self._slots.values()] + [*self._unstarted.values()]),
+            slots=fitted([slot.report() for slot in self._slots.values()] + [*self._unstarted.values()]),
         )
 
     # ---- assignments

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.channel import Tls
+from penstock.runtime.process.free_memory import free_memory
 from penstock.worker.processes.runner_user import RunnerUser, find_user, sees_shared_memory
 
+LEAST_SLOT_BYTES = 32 << 20
+"""A quarter of it, the largest message of a runner, has room for a batch's structure."""
 _log = logging.getLogger("penstock.worker")
 
 
@@ -49,6 +52,13 @@ class DaemonSettings:
     """Address of the pages for metrics and health, as host:port; "" = no pages."""
     http_tokens: str = field(default="", repr=False)
     """Tokens with which other machines may read the metrics, in the syntax of rpc/credentials/tokens.py."""
+
+
+def slot_bytes(settings: DaemonSettings) -> int:
+    """Return the bytes that a daemon may hold of what one slot's runner sends: an equal share of half of the memory
+    that is free at its start, and no more than the runner itself may hold."""
+    share = free_memory() // 2 // settings.slots
+    return max(LEAST_SLOT_BYTES, min(share, settings.runner_memory or share))
 
 
 def own_name() -> str:

@@ -15,6 +15,9 @@ LINES_PER_S = 200.0
 """Lines per second logged from one child on average."""
 BURST = 1000
 """Lines of one child that are logged even if they come faster, such as a long traceback."""
+LOGGED_BYTES_PER_S = 64 << 10
+"""Bytes of lines per second logged from one child on average, with BURST_BYTES that may come faster."""
+BURST_BYTES = 1 << 20
 BYTES_PER_S = 16 << 20
 """Bytes per second read from one child, which blocks if it writes faster."""
 READ_BYTES = 1 << 16
@@ -32,6 +35,7 @@ class OutputLines:
         self._part = b""
         self._cutting = False
         self._credit = float(BURST)
+        self._log_credit = float(BURST_BYTES)
         self._bytes_credit = float(BYTES_PER_S)
         self._at = now
         self._reported_at = now
@@ -42,6 +46,7 @@ class OutputLines:
         seconds."""
         passed, self._at = max(0.0, now - self._at), now
         self._credit = min(BURST, self._credit + passed * LINES_PER_S)
+        self._log_credit = min(BURST_BYTES, self._log_credit + passed * LOGGED_BYTES_PER_S)
         self._bytes_credit = min(BYTES_PER_S, self._bytes_credit + passed * BYTES_PER_S) - len(data)
         lines = (self._part + data).split(b"\n")
         self._part = lines.pop()
@@ -52,12 +57,17 @@ class OutputLines:
             if not self._cutting:
                 lines.append(self._part)
             self._part, self._cutting = b"", bool(data)
-        shown = lines[: int(self._credit)]
-        self._credit -= len(shown)
-        self.left_out += len(lines) - len(shown)
-        texts = [_text(line) for line in shown]
+        texts: list[str] = []
+        for line in lines[: int(self._credit)]:
+            if self._log_credit < 0:
+                break
+            texts.append(_text(line))
+            self._log_credit -= len(texts[-1].encode("unicode_escape"))  # a log may escape each character
+        self._credit -= len(texts)
+        self.left_out += len(lines) - len(texts)
         if self.left_out and (now - self._reported_at >= REPORT_S or not data):
-            texts.append(f"... {self.left_out} lines were left out: more than {LINES_PER_S:g} a second were printed")
+            most = f"{LINES_PER_S:g} lines or {LOGGED_BYTES_PER_S >> 10} KiB a second"
+            texts.append(f"... {self.left_out} lines were left out: more than {most} were printed")
             self.left_out, self._reported_at = 0, now
         return texts
 

@@ -1,24 +1,26 @@
-"""Control channel between a daemon and a child: JSON messages with a payload, over a Unix stream socket. Children run
-user code, so nothing is unpickled, sizes are bounded, and a child that breaks the protocol is killed. Descriptors
-arrive with a message's first bytes, possibly before the rest."""
+"""Control channel between a daemon and a child: JSON messages with a payload, each a packet of a Unix socket, which
+arrives whole or not at all. One larger than a packet comes in a memfd that its sender has sealed, one at a time.
+Children run user code, so nothing is unpickled, sizes are bounded, and a child that breaks the protocol is killed."""
 
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import json
-import mmap
 import os
 import re
 import socket
 import struct
 import sys
 import termios
+import time
 from bdb import BdbQuit
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, UnsupportedStateError
+from penstock.proto.lane.frames import SO_PEEK_OFF
 from penstock.proto.tracebacks import format_remote, middle_out
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import silence
@@ -26,12 +28,17 @@ from penstock.runtime.process.titles import title_process
 
 _CAUGHT_BY_TORCH = re.compile(r"Caught \S+ in (?P<where>[^\n]+)\.\nOriginal Traceback ")
 """Text of an exception from one of torch's worker processes, as torch raises it again."""
-_HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, number of file descriptors
+_HEAD = struct.Struct("<I")  # bytes of JSON; the payload follows it. 0: all of this is in the last descriptor
+MAX_PACKET = 64 << 10
 MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
 """Usually a loader's state, which the coordinator limits to 900,000,000 bytes."""
 MAX_FDS = 16
-"""Limit for one message, and for descriptors that arrive before theirs."""
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals of memory that several processes read: nobody can change it any more."""
+_LARGE = _HEAD.pack(0)
+_LOOK_S = 0.002
+"""Seconds between two looks whether the peer has read what comes before a large message."""
 DESCRIPTORS_CLOSED = 77
 """Exit status if user code closed the control socket, so that no error can be reported."""
 
@@ -56,65 +63,84 @@ def invalid_message(what: str) -> ProtocolError:
     )
 
 
-def encode_head(message: ControlMessage) -> bytes:
+def decoded(data: bytes, fds: list[int]) -> ControlMessage:
+    """Raise ProtocolError if the message is invalid."""
+    text = _HEAD.unpack_from(data)[0] if len(data) >= _HEAD.size else 0
+    if not 0 < text <= len(data) - _HEAD.size:
+        raise invalid_message(f"a control message of {len(data)} bytes has {text} bytes of JSON")
+    try:
+        fields = json.loads(data[_HEAD.size : _HEAD.size + text])
+    except (ValueError, RecursionError) as error:
+        raise invalid_message(f"a control message cannot be read: {error}") from error
+    kind = fields.pop("kind", None) if type(fields) is dict else None
+    if type(kind) is not str:
+        raise invalid_message(f"a control message must be an object with a text 'kind', got {fields!r:.200}")
+    return ControlMessage(kind, fields, data[_HEAD.size + text :], fds)
+
+
+def packed(message: ControlMessage) -> tuple[list[bytes], list[int]]:
+    """Return a message as the parts of a packet, and the memory that must be sent with it, and closed: [] or one
+    descriptor."""
     text = json.dumps({"kind": message.kind, **message.fields}).encode()
-    return _HEAD.pack(len(text), len(message.payload), len(message.fds)) + text
+    parts = [_HEAD.pack(len(text)) + text, message.payload]
+    if sum(map(len, parts)) <= MAX_PACKET:
+        return parts, []
+    fd = os.memfd_create("penstock-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        for part in parts:
+            write_all(fd, part)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return [_LARGE], [fd]
 
 
-class MessageInbox:
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._fds: list[int] = []
+def write_all(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
 
-    def feed(self, data: bytes, fds: list[int]) -> None:
-        """Raise ProtocolError if more than MAX_FDS descriptors wait."""
-        self._buffer += data
-        self._fds += fds
-        if len(self._fds) > MAX_FDS:
-            count = len(self._fds)
-            self.close()
-            raise invalid_message(f"a control message must have at most {MAX_FDS} file descriptors, got {count}")
 
-    def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
+@dataclass
+class LargeMessage:
+    """Message in sealed memory that is still to be read, which takes 0.4 s for a GiB. fds: its own, and the
+    memory's."""
 
-    def unfinished(self) -> tuple[bytes, list[int]]:
-        return bytes(self._buffer), list(self._fds)
+    fds: list[int]
 
-    def take(self) -> ControlMessage | None:
-        """Return the next complete message, if any. Raise ProtocolError if it is invalid or too large."""
-        buffer = self._buffer
-        if len(buffer) < _HEAD.size:
-            return None
-        text, payload, fds = _HEAD.unpack_from(buffer)
-        if text > MAX_JSON or payload > MAX_PAYLOAD or fds > MAX_FDS:
-            raise invalid_message(f"a control message is too large: {text} and {payload} bytes, {fds} file descriptors")
-        end = _HEAD.size + text + payload
-        if len(buffer) < end:
-            return None
+    def read(self, most_bytes: int = MAX_PAYLOAD) -> ControlMessage:
+        """Raise ProtocolError if the message is invalid, or its payload has more than `most_bytes` bytes."""
+        fd = self.fds.pop()
         try:
-            fields = json.loads(bytes(buffer[_HEAD.size : _HEAD.size + text]))
-        except (ValueError, RecursionError) as error:
-            raise invalid_message(f"a control message cannot be read: {error}") from error
-        kind = fields.pop("kind", None) if type(fields) is dict else None
-        if type(kind) is not str:
-            raise invalid_message(f"a control message must be an object with a text 'kind', got {fields!r:.200}")
-        if len(self._fds) < fds:
-            raise invalid_message(f"{fds - len(self._fds)} file descriptors did not arrive. Raise ulimit -n")
-        message = ControlMessage(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
-        del self._fds[:fds]
-        del buffer[:end]
-        return message
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:  # first: only memory has seals, and is read at once
+                raise invalid_message("the memory of a large control message must be sealed")
+            size, text = os.fstat(fd).st_size, _HEAD.size + _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[0]
+            if text > MAX_JSON or size > text + most_bytes:
+                raise invalid_message(f"a control message must have at most {most_bytes} bytes, got {size}")
+            message = decoded(_read_from(fd, min(text, size)), self.fds)
+            message.payload = _read_from(fd, size, text)
+            return message
+        except (OSError, struct.error) as error:
+            close_all(self.fds)
+            raise invalid_message(f"a large control message cannot be read: {error}") from error
+        except ProtocolError:
+            close_all(self.fds)
+            raise
+        finally:
+            os.close(fd)
 
 
 class ControlChannel:
-    """End of the control socket. `send` blocks; `receive` blocks unless `wait` is False."""
+    """End of the control socket. `send` and `receive` block unless `wait` is False."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self.sock = sock
-        self.inbox = MessageInbox()
+        self.most_bytes = MAX_PAYLOAD
+        """Of a payload that is sent: the peer's limit."""
+        self.received = 0
+        """Bytes of all packets so far."""
         self._inode = os.fstat(sock.fileno()).st_ino
 
     def fileno(self) -> int:
@@ -137,70 +163,115 @@ class ControlChannel:
             return False
 
     def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
-        """Block until the kernel has all bytes. Raises UnsupportedStateError (payload too large), LaneLostError (peer
-        has ended), DescriptorsClosedError (by user code)."""
-        if len(payload) > MAX_PAYLOAD:
-            raise UnsupportedStateError(f"a loader's state must have at most {MAX_PAYLOAD} bytes, got {len(payload)}")
+        """Send a message. Raises UnsupportedStateError (payload too large), LaneLostError (peer has ended),
+        DescriptorsClosedError (by user code)."""
+        if len(payload) > self.most_bytes:
+            raise UnsupportedStateError(
+                f"a loader's state must have at most {self.most_bytes} bytes on this worker, got {len(payload)}. "
+                "Make it smaller, or give the worker more memory or fewer slots"
+            )
+        parts, memory = packed(ControlMessage(kind, fields, payload))
         try:
-            self._send(ControlMessage(kind, fields, payload, fds or []))
+            self.send_packet(parts, fds or [], memory)
+        finally:
+            close_all(memory)
+
+    def send_packet(self, parts: list[bytes], fds: list[int], memory: list[int], wait: bool = True) -> None:
+        """Send what `packed` returned. Raises as `send`, and BlockingIOError if the socket is full, or the peer has not
+        yet read what comes before a large message."""
+        try:
+            while memory and self.unread:
+                if not wait:
+                    raise BlockingIOError
+                time.sleep(_LOOK_S)
+            socket.send_fds(self.sock, parts, fds + memory, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            raise
         except OSError as error:
             self._check_own()
             if isinstance(error, BrokenPipeError | ConnectionResetError):
                 raise LaneLostError("the process at the other end of the control socket has ended") from error
             raise
 
-    def _send(self, message: ControlMessage) -> None:
-        payload, head = message.payload, encode_head(message)
-        if message.fds:
-            sent = socket.send_fds(self.sock, [head, payload], message.fds)
-        else:
-            sent = self.sock.sendmsg([head, payload])
-        if sent < len(head):
-            self.sock.sendall(head[sent:])
-        if sent < len(head) + len(payload):
-            self.sock.sendall(memoryview(payload)[max(0, sent - len(head)) :])
-
     @property
     def unread(self) -> int:
         """Bytes of memory of sent messages that the peer has not read."""
-        size = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
-        return int.from_bytes(size, sys.byteorder)
+        return self._queued(termios.TIOCOUTQ)
+
+    @property
+    def arrived(self) -> int:
+        """Bytes of the packets that have arrived and were not received."""
+        return self._queued(termios.FIONREAD)
+
+    def _queued(self, which: int) -> int:
+        return int.from_bytes(fcntl.ioctl(self.sock.fileno(), which, bytes(4)), sys.byteorder)
 
     def close(self) -> None:
         self.sock.close()
-        self.inbox.close()
 
     def receive(self, wait: bool = True) -> ControlMessage | None:
         """Return the next message; None if none has arrived and `wait` is False. Raises LaneLostError (peer has ended),
         ProtocolError (invalid), DescriptorsClosedError."""
-        while (message := self.inbox.take()) is None:
-            try:
-                data, fds = _receive(self.sock, 0 if wait else socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return None
-            except OSError as error:
-                self._check_own()
-                raise LaneLostError(f"the control socket to the other process failed: {error}") from error
-            if not data:
-                for fd in fds:
-                    os.close(fd)
-                self._check_own()
-                raise LaneLostError("the process at the other end of the control socket has ended")
-            self.inbox.feed(data, fds)
-        return message
+        message = self.receive_packet(wait)
+        return message.read() if isinstance(message, LargeMessage) else message
+
+    def receive_packet(self, wait: bool = True) -> ControlMessage | LargeMessage | None:
+        """As `receive`, but do not read a large message."""
+        try:
+            data, fds = _receive(self.sock, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self._check_own()
+            raise LaneLostError(f"the control socket to the other process failed: {error}") from error
+        if not data:
+            close_all(fds)
+            self._check_own()
+            raise LaneLostError("the process at the other end of the control socket has ended")
+        self.received += len(data)
+        return self._message(data, fds)
+
+    def _message(self, data: bytes, fds: list[int]) -> ControlMessage | LargeMessage:
+        if data == _LARGE and fds:
+            return LargeMessage(fds)
+        try:
+            return decoded(data, fds)
+        except ProtocolError:
+            close_all(fds)
+            raise
 
     def peek(self) -> list[ControlMessage]:
-        """Return messages that have arrived, up to the first with descriptors, and leave them in the socket. The caller
-        closes its copies of the descriptors."""
-        inbox, messages = MessageInbox(), []
+        """Return messages that have arrived and are not large, and leave them in the socket. The caller closes its
+        copies of the descriptors."""
+        messages = []
         try:
-            inbox.feed(*_receive(self.sock, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-            while (message := inbox.take()) is not None:
-                messages.append(message)
-        except (OSError, ProtocolError):  # nothing, or the rest of a message that another process has begun to receive
+            self.sock.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, 0)
+            while (packet := _receive(self.sock, socket.MSG_PEEK | socket.MSG_DONTWAIT))[0]:
+                message = self._message(*packet)
+                if isinstance(message, LargeMessage):
+                    close_all(message.fds)
+                else:
+                    messages.append(message)
+        except (OSError, ProtocolError):  # all were looked at, or the connection is lost
             pass
-        inbox.close()
+        finally:
+            with contextlib.suppress(OSError):
+                self.sock.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, -1)
         return messages
+
+
+def close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
+def _read_from(fd: int, size: int, at: int = 0) -> bytes:
+    """Read up to byte `size` of memory. At an offset: other processes share the open file."""
+    parts = []
+    while at < size and (part := os.pread(fd, size - at, at)):
+        parts.append(part)
+        at += len(part)
+    return b"".join(parts)
 
 
 def payload_of(message: ControlMessage) -> bytes:
@@ -209,15 +280,15 @@ def payload_of(message: ControlMessage) -> bytes:
         return message.payload
     (fd,) = message.fds
     try:
-        # Mapped and not read: other processes share the open file, and reading would move the offset for all of them.
-        with mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as memory:
-            return memory[:]
+        return _read_from(fd, os.fstat(fd).st_size)
     finally:
         os.close(fd)
 
 
-def begin_slot(message: ControlMessage, role: str) -> records_pb2.WorkerAssignment:
-    """Return the assignment, and name the process. Large arguments are in the memfd that came with it."""
+def begin_slot(channel: ControlChannel, role: str) -> records_pb2.WorkerAssignment:
+    """Wait for the assignment, and name the process. Large arguments are in the memfd that came with it."""
+    message = cast(ControlMessage, channel.receive())
+    (channel.most_bytes,) = counts(message, "most_bytes")
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)
@@ -236,7 +307,8 @@ def counts(message: ControlMessage, *names: str) -> list[int]:
 def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
     """As socket.recv_fds, which ignores its flags in Python 3.11."""
     fds = array.array("i")
-    data, ancillary, _, _ = sock.recvmsg(1 << 18, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), flags)
+    space = socket.CMSG_SPACE((MAX_FDS + 1) * fds.itemsize)  # one more for a large message
+    data, ancillary, _, _ = sock.recvmsg(MAX_PACKET, space, flags)
     for level, kind, raw in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])

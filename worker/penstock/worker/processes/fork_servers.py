@@ -152,7 +152,7 @@ class ForkServer:
         "task". about: fields of log records."""
         if self.dead or self._channel is None:
             raise WorkerLostError(_FORK_SERVER_DIED)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read, write = os.pipe()
         self._next += 1
         number = self._next

@@ -42,7 +42,7 @@ class StartedForkServer:
 
 def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkServer:
     """Start a fork server without waiting. sandboxed: of its children. user: theirs, encoded; "" = this process's."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     given = {"sandboxed": sandboxed, f"user={user}": bool(user)}
     what = (str(theirs.fileno()), str(os.getpid()), *(name for name, holds in given.items() if holds))
     command = interpreter("penstock.worker.runner.fork_server", *what)

@@ -1,6 +1,7 @@
 """Python stacks of a child process, for the daemon to read while it hangs, or after a crash. faulthandler writes from a
 signal handler to a file in memory, even while user code holds the GIL. Its size is sealed, so that a child cannot make
-the daemon read more; its descriptor is high, because some user code closes all low ones."""
+the daemon read more, and so are its seals: with one against writing, the daemon could not empty it. Its descriptor is
+high, because some user code closes all low ones."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class StackFile:
     def __init__(self) -> None:
         self.fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, SIZE)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
     def close(self) -> None:
         os.close(self.fd)

@@ -61,7 +61,7 @@ def run_epoch(
     stayed in user code of an abandoned epoch. If it hands over nothing for another reason, end as it did. title: for
     `ps`. work: gets a function for the descriptor of each new connection of the lane. started: called with the child's
     id. unread: True if the child has not read that the loop has abandoned an epoch."""
-    ours, theirs = map(ControlChannel, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    ours, theirs = map(ControlChannel, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     pid = fork(partial(_child, ours, theirs, title, work, leave))
     theirs.close()
     with contextlib.closing(ours), Process(pid) as child:

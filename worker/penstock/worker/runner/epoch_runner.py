@@ -91,10 +91,7 @@ class EpochRunner:
         stream.page.made_by(0)
         if outcome is None:
             return None
-        stream.producer.take_over(outcome.record["producer"], outcome.fds[: outcome.record["lane_fds"]])
-        data, fds = outcome.record["unfinished"], outcome.fds[outcome.record["lane_fds"] :]
-        if data or fds:
-            stream.channel.inbox.feed(data, fds)
+        stream.producer.take_over(outcome.record["producer"], outcome.fds)
         if outcome.record["hello"]:
             stream.hello = lane_pb2.Hello.FromString(outcome.record["hello"])
         stream.points = [RestartPoint.decode(data) for data in outcome.record["points"]]
@@ -383,7 +380,6 @@ class EpochRunner:
         stream.release_lease()
         position = stream.source.position
         producer, fds = stream.producer.hand_over()
-        data, unread = stream.channel.inbox.unfinished()
         return Outcome(
             {
                 "why": why,
@@ -391,13 +387,11 @@ class EpochRunner:
                 "seeds": [*stream.source.seeds],
                 "iterable": stream.source.is_iterable,
                 "producer": producer,
-                "lane_fds": len(fds),
-                "unfinished": data,
                 "hello": b"" if stream.hello is None else stream.hello.SerializeToString(),
                 "points": [point.encode() for point in stream.points] if why in ("aside", "unfit") else [],
                 "firsts": [[*key, digest] for key, digest in stream.source.awaited.items()],
             },
-            fds + unread,
+            fds,
         )
 
 

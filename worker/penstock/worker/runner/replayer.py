@@ -31,7 +31,7 @@ from penstock.worker.runner.user_errors import told
 
 def run_task(channel: ControlChannel) -> None:
     """Receive `assign`, any number of `point`, and the task; send `done` or `failed`."""
-    assignment = begin_slot(cast(ControlMessage, channel.receive()), "replayer")
+    assignment = begin_slot(channel, "replayer")
     values: list[bytes] = []
     try:
         while (message := cast(ControlMessage, channel.receive())).kind == "point":

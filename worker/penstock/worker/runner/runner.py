@@ -15,7 +15,7 @@ import mmap
 import os
 import signal
 import sys
-from typing import NoReturn, cast
+from typing import NoReturn
 
 from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import forks
@@ -25,7 +25,6 @@ from penstock.runtime.process.spawn import fork
 from penstock.worker.loader.start import compare_record, record_of
 from penstock.worker.processes.control_channel import (
     ControlChannel,
-    ControlMessage,
     DescriptorsClosedError,
     begin_slot,
 )
@@ -60,7 +59,7 @@ os._exit(max(status, 0))
 
 
 def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
-    assignment = begin_slot(cast(ControlMessage, channel.receive()), "runner")
+    assignment = begin_slot(channel, "runner")
     stream = SlotStream(assignment, channel, progress_page)
     try:
         _run(stream)

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.proto.rpc.calls import CoordinatorClient
-from penstock.worker.processes.control_channel import ControlMessage, payload_of
+from penstock.worker.processes.control_channel import SEALS, ControlMessage, payload_of, write_all
 
 AT_ONCE = 2
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Blobs:
@@ -65,15 +64,9 @@ def _close_fetched(fetching: asyncio.Task[int]) -> None:
 def _fetched(client: CoordinatorClient, name: str) -> int:
     fd = os.memfd_create("penstock-blob", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        client.get_blob_into(name, lambda part: _write(fd, part))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        client.get_blob_into(name, lambda part: write_all(fd, part))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def _write(fd: int, part: bytes) -> None:
-    left = memoryview(part)
-    while left:
-        left = left[os.write(fd, left) :]

@@ -87,4 +87,5 @@ async def _by_child(
 async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.WorkerAssignment) -> None:
     """Send an assignment. Large arguments are sent as a descriptor."""
     name = assignment.loader.arguments_blob
-    await child.send("assign", assignment.SerializeToString(), [await blobs.descriptor(name)] if name else None)
+    fds = [await blobs.descriptor(name)] if name else None
+    await child.send("assign", assignment.SerializeToString(), fds, most_bytes=child.most_bytes)

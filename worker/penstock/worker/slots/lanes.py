@@ -22,15 +22,23 @@ from typing import Any
 
 from penstock.proto.errors import LaneLostError, ProtocolError, SupersededError
 from penstock.proto.lane.frame_log import FrameLog
-from penstock.proto.lane.frames import BATCH, HEAD, RING, Frame, forget_oldest, framed, read_frame, structure_frames
+from penstock.proto.lane.frames import (
+    BATCH,
+    HEAD,
+    MAX_STRUCTURE,
+    RING,
+    Frame,
+    forget_oldest,
+    framed,
+    read_frame,
+    structure_frames,
+)
 from penstock.proto.lane.outbox import Outbox
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.processes.child_processes import Child
+from penstock.worker.processes.child_processes import LOOK_S, Child
 from penstock.worker.processes.control_channel import ControlMessage, counts, invalid_message
 from penstock.worker.slots.slot_record import COORDINATOR_ERRORS, SlotRecord
 
-LOOK_S = 0.02
-"""Seconds between two checks whether the runner has received a connection."""
 _MOST_BYTES = 96 << 10
 """Bytes sent to a new consumer without waiting: its buffer has 208 KiB by default. The runner sends the rest."""
 
@@ -64,6 +72,8 @@ class FinishedBatches:
 
     def learn_structure(self, message: ControlMessage) -> None:
         (number,) = counts(message, "number")
+        if len(message.payload) > MAX_STRUCTURE:
+            raise invalid_message(f"a structure must have at most {MAX_STRUCTURE} bytes, got {len(message.payload)}")
         self._structures[number] = message.payload
         forget_oldest(self._structures)
 
@@ -183,7 +193,7 @@ class SlotLanes:
         self._drop_passing()
         consumer = self.finished.announce()
         try:
-            child.drain()  # of new rings and structures
+            child.hear()  # of new rings and structures
             served = self.finished.send(sock, hello)
         except BaseException:
             self.finished.pass_on(consumer)

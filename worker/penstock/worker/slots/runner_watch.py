@@ -103,6 +103,7 @@ class MemoryWatch:
                 young = not begun
             begun = slot.begun.is_set()
             held, took = await asyncio.to_thread(_looked_at, pid, limit)
+            held += slot.store.bytes  # which the daemon holds for it
             most = max(most, held)
             what = f"it used {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
             far = held > HARD_LIMIT * limit

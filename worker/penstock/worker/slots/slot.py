@@ -24,7 +24,7 @@ from penstock.proto.state.position import EPOCHS_AHEAD
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2, records_pb2
 from penstock.runtime.telemetry.logs import SubjectLogger
-from penstock.worker.processes.child_processes import Child, about_slot, descriptors_closed, how_it_ended
+from penstock.worker.processes.child_processes import LOOK_S, Child, about_slot, descriptors_closed, how_it_ended
 from penstock.worker.processes.control_channel import ControlMessage, counts, invalid_message
 from penstock.worker.processes.process_use import NOTHING, family, used_by
 from penstock.worker.processes.progress_page import ProgressPage
@@ -32,15 +32,17 @@ from penstock.worker.processes.stack_dump import state_of
 from penstock.worker.processes.turn_queue import QueueTurn
 from penstock.worker.slots.durable_snapshots import DurableSnapshots
 from penstock.worker.slots.helper_tasks import run_task, send_assignment
-from penstock.worker.slots.lanes import LOOK_S, SlotLanes
+from penstock.worker.slots.lanes import SlotLanes
 from penstock.worker.slots.runner_watch import LOOKS, BatchRates, MemoryWatch, Stall, hang_s
 from penstock.worker.slots.slot_record import COORDINATOR_ERRORS, SlotHost, SlotRecord
 from penstock.worker.slots.slot_states import SlotStates
-from penstock.worker.slots.snapshots import HEADER, StoredSnapshot
+from penstock.worker.slots.snapshots import HEADER, SlotSnapshots, StoredSnapshot
 
 _log = logging.getLogger("penstock.worker")
 
 STOP_GRACE_S = 0.5
+MOST_ABANDONED = 1024
+"""Abandoned epochs of a slot that are known: the last ones."""
 MAX_REPORT_BYTES = 8 << 10
 """Of a runner's report about its loader, in each heartbeat."""
 MAX_UNSAVED_TEXT = 1000
@@ -69,6 +71,7 @@ class Slot:
             f"{assignment.run} box {assignment.box} slot {assignment.slot}",
             SubjectLogger(_log, **about_slot(assignment), worker=host.name),
             ProgressPage.create(),
+            SlotSnapshots(host.slot_bytes // 2),
         )
         self._states = SlotStates(self.record, host, partial(run_task, host, self.record))
         self.durable = DurableSnapshots(self.record, host)
@@ -83,6 +86,8 @@ class Slot:
         self._stopping = False
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._becoming_ready: asyncio.Task[None] | None = None
+        self._sending_resume: asyncio.Task[None] | None = None
         self._migration_task: asyncio.Task[None] | None = None
         self._migration_ready = False
         self._prepared_total = 0
@@ -136,7 +141,7 @@ class Slot:
         except BaseException:
             turn.end()
             raise
-        child.sends_descriptors = "rings"
+        child.sends_descriptors, child.most_bytes = "rings", host.slot_bytes // 4
         child.exited.add_done_callback(lambda _: turn.end())
         self._spawn(turn.end_when_idle(child.pid))
         await send_assignment(host.blobs, child, a)
@@ -149,6 +154,8 @@ class Slot:
         return child
 
     async def _send_resume(self, child: Child) -> None:
+        while child.reads_late:  # only what can be sent at once takes a descriptor
+            await asyncio.sleep(LOOK_S)
         await child.send("resume", fds=[await self._host.blobs.descriptor(self.record.assignment.resume.blob)])
 
     async def _report_start_stages(self) -> None:
@@ -406,15 +413,17 @@ class Slot:
                     f"a loader's report must have at most {MAX_REPORT_BYTES} bytes, got {len(message.payload)}"
                 )
             slot.capabilities.ParseFromString(message.payload)
-            self._spawn(self._become_ready())
+            if self._becoming_ready is None:
+                self._becoming_ready = self._spawn(self._become_ready())
         elif message.kind == "unsaved":
-            slot.unsaved = cut(records_pb2.ErrorDetail(**fields["error"]))
-            slot.log.warning("%s: no snapshot of the loader is taken: %.4000s", slot.name, slot.unsaved.message)
+            is_new, slot.unsaved = slot.unsaved is None, cut(records_pb2.ErrorDetail(**fields["error"]))
+            if is_new:
+                slot.log.warning("%s: no snapshot of the loader is taken: %.4000s", slot.name, slot.unsaved.message)
         elif message.kind == "unfit":
             slot.capabilities.not_used = str(fields["what"])[:MAX_UNSAVED_TEXT]
         elif message.kind == "begun":
             slot.progress_page.refresh()
-            if answer := slot.progress_page.worker_info:
+            if (answer := slot.progress_page.worker_info) and not slot.begun.is_set():
                 slot.log.info("%s: %s", slot.name, WORKER_INFO_TEXTS[answer])
             slot.begun.set()
         elif message.kind == "prepared":
@@ -424,12 +433,18 @@ class Slot:
             epoch, total = counts(message, "epoch", "total")
             slot.store.forget_after(epoch, total)
             slot.abandoned[epoch] = total
+            if len(slot.abandoned) > MOST_ABANDONED:
+                del slot.abandoned[min(slot.abandoned)]
         elif message.kind == "wants_resume":
             assert slot.child is not None
-            self._spawn(self._send_resume(slot.child))
+            if not slot.assignment.resume.blob:
+                raise invalid_message("a runner wants a state to resume from, and there is none")
+            if self._sending_resume is None or self._sending_resume.done():
+                self._sending_resume = self._spawn(self._send_resume(slot.child))
         elif message.kind == "broken":
-            slot.broken = cut(records_pb2.ErrorDetail(**fields["error"]))
-            self._log_failure(slot.broken.message)
+            is_new, slot.broken = slot.broken is None, cut(records_pb2.ErrorDetail(**fields["error"]))
+            if is_new:
+                self._log_failure(slot.broken.message)
         elif message.kind == "failed":
             self.fail(cut(records_pb2.ErrorDetail(**fields["error"])), lost=False)
 

@@ -68,6 +68,8 @@ class SlotHost:
     runner_memory: int = 0
     """Bytes that a runner and its descendants may hold; 0 = no limit."""
     embedded: bool = False
+    slot_bytes: int = 1 << 30
+    """Bytes that the daemon may hold of what one slot's runner sends: half of it snapshots, a quarter a message."""
 
 
 @dataclass(eq=False)
@@ -86,7 +88,7 @@ class SlotRecord:
         default_factory=lambda: records_pb2.LoaderCapabilities(length=-1)
     )
     abandoned: dict[int, int] = field(default_factory=dict)
-    """Epoch -> the slot's last batch, for those that the loop abandoned."""
+    """Epoch -> the slot's last batch, for those that the loop abandoned last."""
     from_before: set[tuple[int, int, int, bool, int]] = field(default_factory=set)
     """Positions (`StoredSnapshot.position`) of points that earlier runners made."""
     unsaved: records_pb2.ErrorDetail | None = None
@@ -111,6 +113,6 @@ class SlotRecord:
     def runner_gone(self) -> bool:
         return self.child is not None and self.child.exited.done()
 
-    def drain(self) -> None:
+    async def drain(self) -> None:
         if self.child is not None:
-            self.child.drain()
+            await self.child.drain()

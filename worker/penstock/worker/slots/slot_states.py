@@ -310,7 +310,7 @@ class SlotStates:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
                 return False
             if page.total >= total:
-                self._slot.drain()  # the runner sent its snapshots before the progress page showed the batch
+                await self._slot.drain()  # the runner sent its snapshots before the progress page showed the batch
                 return True
             self._require_runner(f"batch {total}")
             await _pause()
@@ -332,7 +332,7 @@ class SlotStates:
         while waits and slot.progress_page.begun < epoch:
             self._require_runner(f"epoch {epoch}")
             await _pause()
-        slot.drain()
+        await slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
                 f"{slot.name}: the state of step {request.step} is not available yet, because the slot's new runner "

@@ -15,8 +15,9 @@ MAX_BYTES = 64 << 20
 MAX_COUNT = 1024
 """Restart points of a slot above which snapshots are dropped."""
 MOST = 16
-"""Multiple of MAX_BYTES and MAX_COUNT above which epoch starts are dropped too: user code may open epochs without
-end."""
+MOST_COUNT = 2048
+"""Multiple of MAX_BYTES, and number, above which epoch starts are dropped too: user code may open epochs without end,
+and a new point is compared with all."""
 HEADER = ("epoch", "delivered", "total", "samples", "epoch_start", "step")
 """Fields that a StoredSnapshot has in common with the coordinator's SnapshotHeader."""
 
@@ -54,9 +55,12 @@ class StoredSnapshot:
 
 
 class SlotSnapshots:
-    def __init__(self) -> None:
+    """most_bytes: of all points together; the first and the last are kept in any case."""
+
+    def __init__(self, most_bytes: int = MOST * MAX_BYTES) -> None:
+        self._most_bytes = most_bytes
         self._kept: list[StoredSnapshot] = []
-        self._bytes = 0
+        self.bytes = 0
 
     def __iter__(self) -> Iterator[StoredSnapshot]:
         return iter(self._kept)
@@ -68,17 +72,18 @@ class SlotSnapshots:
         """Add a point, in place of one at the same position (a later runner knows of more skipped batches), and drop
         what is not needed or does not fit. oldest_wanted, oldest_epoch: earliest position that may be requested, in
         batches over all epochs and epochs, as a slot without batches stays at batch 0."""
-        self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
-        before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
+        # by the total first, which is quick: a runner may send a thousand points a second
+        points = [kept for kept in self._kept if kept.total != point.total or kept.position != point.position]
+        points.append(point)
+        before = [kept for kept in points if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
         starts = [kept for kept in before if kept.epoch_start]
         far = [kept for kept in before if kept.total <= oldest_wanted - NEAR]
-        needed = {id(kept) for kept in (*before[-1:], *starts[-1:], *far[-1:])}
-        self._keep_only([kept for kept in self._kept if kept not in before or id(kept) in needed])
-        for share, last in ((1, False), (MOST, True)):
-            if self._bytes > share * MAX_BYTES or len(self._kept) > share * MAX_COUNT:
-                inner = [kept for kept in self._kept[1:-1] if last or not kept.epoch_start]
-                dropped = {id(kept) for kept in inner[::2]}
-                self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
+        unneeded = {id(kept) for kept in before} - {id(kept) for kept in (*before[-1:], *starts[-1:], *far[-1:])}
+        self._keep_only([kept for kept in points if id(kept) not in unneeded])
+        if self.bytes > MAX_BYTES or len(self._kept) > MAX_COUNT:
+            self._thin_out([kept for kept in self._kept[1:-1] if not kept.epoch_start])
+        while (self.bytes > self._most_bytes or len(self._kept) > MOST_COUNT) and len(self._kept) > 2:
+            self._thin_out(self._kept[1:-1])
 
     def forget_after(self, epoch: int, total: int) -> None:
         """Drop points after batch `total` in epoch `epoch`, where the training loop abandoned it."""
@@ -109,6 +114,10 @@ class SlotSnapshots:
             return self._kept[-1]  # the beginning of an epoch needs no data
         return worth_restoring(inside, total, spent_s, replay_s) or beginning
 
+    def _thin_out(self, points: list[StoredSnapshot]) -> None:
+        dropped = {id(point) for point in points[::2]}
+        self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
+
     def _keep_only(self, kept: list[StoredSnapshot]) -> None:
         self._kept = kept
-        self._bytes = sum(len(point.data) for point in kept)
+        self.bytes = sum(len(point.data) for point in kept)
