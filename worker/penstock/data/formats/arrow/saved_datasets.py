@@ -56,6 +56,11 @@ def saved_files(folder: Path) -> list[Path] | None:
             f"{path}: rows must be stored in order, got a mapping of indices. Call flatten_indices(), and save again"
         )
     listed = state.get("_data_files")
+    if listed == []:
+        raise DatasetError(
+            f"{path} lists no files, because the dataset that was saved has no rows. Save one that has; the other "
+            "splits of a DatasetDict are indexed alone by the argument `split`"
+        )
     names = [each.get("filename") if isinstance(each, dict) else None for each in listed or ()]
     if not isinstance(listed, list) or not names or not all(_is_name(name) for name in names):
         raise DatasetError(
@@ -102,8 +107,10 @@ def _refuse_cache(folder: Path) -> None:
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_plain(path, MAX_BYTES).decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DatasetError(f"{path} cannot be read: {error}. Save the dataset again") from error
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error}. Check that this user may read it") from error
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{path} is damaged: {error}. Save the dataset again") from error
     if not isinstance(value, dict):
         raise DatasetError(f"{path} must be a JSON object, got {type(value).__name__}. Save the dataset again")
     return value
