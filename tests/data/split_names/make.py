@@ -46,7 +46,7 @@ def card(rng: random.Random) -> str:
 
 def main() -> None:
     rng = random.Random(47)
-    layouts = []
+    layouts: list[dict[str, object]] = []
     while len(layouts) < 300:
         names = sorted({name(rng) for _ in range(rng.randint(1, 6))})
         kind = rng.random()
