@@ -13,6 +13,9 @@ from typing import Any
 
 from waiting import until
 
+from penstock.proto.rpc.credentials.roles import ROLES
+from penstock.proto.rpc.credentials.tokens import Tokens
+
 SERVICE = Path(__file__).parents[2] / "deploy" / "slurm" / "service.sbatch"
 TWO_TASKS = """#!/bin/bash
 trap : TERM # it ends with its tasks
@@ -66,9 +69,8 @@ def test_job_script_runs_and_ends_daemons(shell: Any, tmp_path: Path) -> None:
     for made in (programs, folder):
         made.mkdir(mode=0o700)
     srun, token, address = programs / "srun", folder / "token", folder / "address"
-    for path, text, mode in ((srun, TWO_TASKS, 0o755), (token, "a-token-0123456789", 0o600)):
-        path.write_text(text)
-        path.chmod(mode)
+    srun.write_text(TWO_TASKS)
+    srun.chmod(0o755)
     environment = shell.env(
         {
             "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -101,6 +103,9 @@ def test_job_script_runs_and_ends_daemons(shell: Any, tmp_path: Path) -> None:
 
         until(lambda: set(workers()) == {"penstock-1", "penstock-2"})
         before = workers()
+        tokens = Tokens(token.read_text())
+        assert len({tokens.of(role) for role in ROLES}) == len(tokens.roles) == len(ROLES)
+        assert token.stat().st_mode & 0o777 == 0o600
         os.kill(_process(job.pid, "--name", "penstock-2"), signal.SIGKILL)
         until(lambda: set(now := workers()) == set(before) and now["penstock-2"] != before["penstock-2"])
         told = address.read_text()

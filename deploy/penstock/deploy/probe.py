@@ -79,6 +79,8 @@ def _ask_coordinator(listen: str, ready: bool) -> None:
     host, _, port = listen.rpartition(":")
     address = f"{_ANY.get(host, host)}:{port}"
     tls = load_tls(*(os.environ.get(f"PENSTOCK_TLS_{what}", "") for what in ("CA", "CERT", "KEY", "NAME")))
+    if file := os.environ.get("PENSTOCK_CREDENTIALS", "").replace("*", "coordinator"):
+        tls = load_tls(file, file, file, "*.penstock")
     answer_s = ANSWER_S if ready else ALIVE_S
     with connect(address, tls) as channel, translating(address, "Check", answer_s, lambda: False):
         request = health_pb2.HealthCheckRequest(service=SERVICE)

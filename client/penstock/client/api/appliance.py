@@ -133,7 +133,7 @@ class Appliance:
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
         open_streams.receivers.add(self._receiver)
         if settings.address:
-            token = read_token("client", settings.token.get_secret_value())
+            token = read_token("client", settings.token.get_secret_value(), settings.tokens_in())
             self._access = CoordinatorAccess(settings.address, token, self._job(fresh=settings.num_boxes == 1))
         elif settings.num_boxes == 1:
             self._embed()
@@ -425,7 +425,7 @@ def _exported(settings: ApplianceSettings, launcher: Launcher, tls: Tls | None) 
         return ""
     from penstock.client.metrics import open_web
 
-    tokens = "" if is_local(settings.http) else admin_tokens(settings.token.get_secret_value())
+    tokens = "" if is_local(settings.http) else admin_tokens(settings.token.get_secret_value(), settings.tokens_in())
     return open_web(settings.http, launcher.local_rank, tokens, tls)
 
 

@@ -83,6 +83,8 @@ class ApplianceOptions(LocalOptions, total=False):
     """PEM file with the key of that certificate."""
     tls_name: str | None
     """Name that the certificates of coordinator and workers must have, instead of their addresses."""
+    credentials: str | os.PathLike[str] | None
+    """File with CA, certificate, key and token, as `penstock up` writes it, instead of token and tls_*."""
     lane: Literal["auto", "tcp"] | None
     """Transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto")."""
     compression: Literal["lz4", "zstd"] | None
@@ -148,7 +150,7 @@ def resolve_given(**given: Any) -> ApplianceSettings:
 
 def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> ApplianceSettings:
     explicit = {name: value for name, value in given.items() if value is not None}
-    for name in ("tls_ca", "tls_cert", "tls_key"):
+    for name in ("tls_ca", "tls_cert", "tls_key", "credentials"):
         if name in explicit:
             explicit[name] = os.fspath(explicit[name])
     device = explicit.get("device")
@@ -168,9 +170,13 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         raise InvalidArgumentError(_explain(error, explicit)) from None
     if settings.compression is not None:
         require(settings.compression)
-    if not settings.address and any(name.startswith("tls_") for name in explicit):
+    if not settings.address and any(name.startswith("tls_") or name == "credentials" for name in explicit):
         raise InvalidArgumentError(
-            "Appliance: tls_* arguments need an address, got none: pass address, or leave them out"
+            "Appliance: tls_* arguments and credentials need an address, got none: pass address, or leave them out"
+        )
+    if settings.credentials and settings.token.get_secret_value():
+        raise InvalidArgumentError(
+            f"Appliance: credentials={settings.credentials} must be given without a token, got both: leave one out"
         )
     if not 0 <= settings.box < settings.num_boxes:
         source = "" if "box" in explicit else f" (from {_source('box')})"

@@ -9,6 +9,7 @@ import secrets
 from pathlib import Path
 
 from penstock.proto.errors import InvalidArgumentError, JournalError
+from penstock.proto.rpc.credentials.roles import ROLES
 from penstock.runtime.config.settings_file import token_file_of_settings
 
 _log = logging.getLogger("penstock.deploy")
@@ -27,7 +28,7 @@ def token_source() -> str:
     return ""
 
 
-def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
+def coordinator_tokens(file: str | os.PathLike[str] | None, state_dir: Path | None) -> str:
     """Return the tokens that a coordinator accepts (one, or lines `role:token`): those of `file`, else of the
     environment or the settings file, else a new one for all roles in `state_dir` (None: nothing on disk)."""
     from penstock.proto.rpc.channel import read_tokens  # not before the command says that gRPC is to be quiet
@@ -71,8 +72,8 @@ def _refuse_planted(path: Path) -> None:
         )
 
 
-def make_token(path: Path) -> bool:
-    """Write a new token to a file that only this user can read; False if it exists."""
+def make_token(path: Path, *, by_role: bool = False) -> bool:
+    """Write a new token, or one for each role, to a file that only this user can read; False if it exists."""
     if path.exists():
         return False
     beside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
@@ -80,7 +81,8 @@ def make_token(path: Path) -> bool:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as out:
-            out.write(secrets.token_urlsafe(32) + "\n")
+            for role in (f"{role}:" for role in sorted(ROLES)) if by_role else ("",):
+                out.write(f"{role}{secrets.token_urlsafe(32)}\n")
             out.flush()
             os.fsync(out.fileno())
         try:

@@ -35,15 +35,19 @@ class Peer:
         return self._announcement.address
 
     def tls(self) -> Tls | None:
+        return self._settings.tls()
+
+    @cached_property
+    def _settings(self) -> PeerSettings:
         flags = self._flags
         if self._announcement is not None and not self._is_named:
             flags = {**self._announcement.tls, **{name: value for name, value in flags.items() if value}}
-        return resolve(PeerSettings, **flags).tls()
+        return resolve(PeerSettings, **flags)
 
     def token(self) -> str:
         from penstock.proto.rpc.channel import read_token
 
-        file = self._token_file
+        file = self._settings.tokens_in(self._token_file)
         if file is None and self._announcement is not None and not self._has_other_token:
             file = Path(self._announcement.token_file)
         return read_token("admin", file=file)

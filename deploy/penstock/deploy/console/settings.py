@@ -121,6 +121,7 @@ class PeerSettings(TlsFiles):
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
+    role: ClassVar[str] = "admin"
 
     coordinator: Annotated[str, AfterValidator(_peer_address), Unit("HOST:PORT")] = Field(
         DEFAULT_COORDINATOR, description="Address of the coordinator."
@@ -130,6 +131,7 @@ class PeerSettings(TlsFiles):
 class CoordinatorSettings(TlsFiles, _Logging):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_COORDINATOR_")
     table: ClassVar[str] = "coordinator"
+    role: ClassVar[str] = "coordinator"
 
     listen: Listen = Field(DEFAULT_COORDINATOR, description="Address to listen on; port 0 takes a free one.")
     state_dir: Annotated[Path, IsPath(), Unit("DIR")] = Field(
@@ -174,6 +176,7 @@ class CoordinatorSettings(TlsFiles, _Logging):
 class WorkerSettings(PeerSettings, _Logging):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_")
     table: ClassVar[str] = "worker"
+    role: ClassVar[str] = "worker"
 
     slots: Count = Field(ge=1, le=4096, description="Largest number of runners here; usually one for each core.")
     allow: Modules = Field(

@@ -19,6 +19,7 @@ from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.rpc.credentials.tokens import read_token
 
 STEPS, KILL_AT, SAVE_AT = 120, 40, 80
 BATCH = 8
@@ -29,7 +30,6 @@ INPUT = "penstock.deploy.demo.demo_input"
 class _Demo:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._token = Path(fleet.token_file).read_text().strip()
         self.killed = ""
         self.recoveries = 0
         self.longest_s = 0.0
@@ -49,7 +49,7 @@ class _Demo:
             box=0,
             num_boxes=1,
             num_workers_per_box=workers,
-            token=self._token,
+            token=read_token("client", file=self._fleet.token_file),
             timeout_s=60,
         ) as appliance:
             loader = DataLoader(images, STEPS * BATCH, BATCH)
@@ -70,7 +70,8 @@ class _Demo:
 
     def _kill(self, run: str) -> None:
         """Kill a worker daemon that makes batches of the run; its child processes notice that and end."""
-        with CoordinatorClient(self._fleet.coordinator, self._token) as client:
+        token = read_token("admin", file=self._fleet.token_file)
+        with CoordinatorClient(self._fleet.coordinator, token) as client:
             reply = client.status()
         slots = [slot for status in reply.runs if status.run == run for box in status.boxes for slot in box.slots]
         self.killed = slots[0].worker

@@ -23,25 +23,26 @@ class FleetPlan(UpSettings):
 
     @property
     def tls_files(self) -> dict[str, str]:
-        """TLS settings that were given, by name; paths on the daemons' machines."""
+        """TLS settings, by name; paths on the daemons' machines. The `*` in credentials stands for the role."""
         return {name: value for name in TlsFiles.model_fields if (value := getattr(self, name))}
 
     def coordinator_command(self, state_dir: str, listen: str) -> list[str]:
         return [
-            *("coordinator", "--listen", listen, "--state-dir", state_dir, "--token-file", self.token_file),
+            *("coordinator", "--listen", listen, "--state-dir", state_dir),
             *self._shared_flags(),
         ]
 
     def worker_command(self, name: str, coordinator: str, listen: str) -> list[str]:
         return [
             *("worker", "--name", name, "--coordinator", coordinator, "--listen", listen),
-            *("--slots", str(self.slots), "--allow", self.allow, "--token-file", self.token_file),
+            *("--slots", str(self.slots), "--allow", self.allow),
             *self._shared_flags(),
         ]
 
     def _shared_flags(self) -> list[str]:
         tls = [part for name, file in self.tls_files.items() for part in (flag(name), file)]
-        return [*tls, *(["--insecure"] if self.insecure else [])]
+        token = [] if self.credentials else ["--token-file", self.token_file]
+        return [*token, *tls, *(["--insecure"] if self.insecure else [])]
 
 
 class Daemon(BaseModel):
@@ -78,11 +79,30 @@ class Fleet(BaseModel):
     """Id of the last Scaling that the supervisor has begun."""
     ray_address: str = ""
 
+    @property
+    def callers_tls(self) -> dict[str, str]:
+        """Those of `tls` that a caller on this machine needs, by name."""
+        return {name: self.tls[name] for name in ("tls_ca", "tls_name", "credentials") if name in self.tls}
+
     def environment(self) -> dict[str, str]:
         """Return the variables with which a training job finds the fleet."""
-        shared = {"PENSTOCK_COORDINATOR": self.coordinator, "PENSTOCK_TOKEN_FILE": self.token_file}
-        files = {f"PENSTOCK_{name.upper()}": self.tls.get(name, "") for name in ("tls_ca", "tls_name")}
-        return {name: value for name, value in {**shared, **files}.items() if value}
+        token = "" if "credentials" in self.tls else self.token_file
+        shared = {"coordinator": self.coordinator, "token_file": token, **self.callers_tls}
+        return {f"PENSTOCK_{name.upper()}": value for name, value in shared.items() if value}
+
+    def for_other_machines(self) -> str:
+        """Return what to do on other machines, as text; "" if `penstock up` made no credentials for them."""
+        files = self.tls.get("credentials", "")
+        if "*" not in files:
+            return ""
+        at, variable = f"--coordinator {self.coordinator}", f"PENSTOCK_COORDINATOR={self.coordinator}"
+        worker = f"--listen ADDRESS:0 --slots N --allow {shlex.quote(self.plan['allow'])}"
+        return (
+            f"For other machines, copy one of {files} there, with mode 0600:\n"
+            f"  worker:        penstock worker --credentials worker.pem {at} {worker}\n"
+            f"  training job:  PENSTOCK_CREDENTIALS=client.pem {variable} python train.py\n"
+            f"  operator:      penstock status --credentials admin.pem {at}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {**self.model_dump(exclude={"plan", "scaled"}), "environment": self.environment()}

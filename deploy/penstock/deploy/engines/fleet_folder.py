@@ -35,6 +35,9 @@ class FleetFolder:
         self.state_dir = self.path / "coordinator"
         self.logs = self.path / "logs"
         self.token = self.path / "token"
+        self.authority = self.path / "authority.pem"
+        self.credentials = self.path / "credentials" / "*.pem"
+        """Files of the fleet's own authority, by role."""
         self._record = self.path / "fleet.json"
         self._scaling = self.path / "scaling.json"
 
@@ -120,7 +123,7 @@ class FleetFolder:
                         address=fleet.coordinator,
                         token_file=fleet.token_file,
                         folder=fleet.dir,
-                        tls={name: fleet.tls[name] for name in ("tls_ca", "tls_name") if name in fleet.tls},
+                        tls=fleet.callers_tls,
                         owner=fleet.supervisor,
                     )
                 )
@@ -158,7 +161,7 @@ class FleetFolder:
 
     def token_file(self, given: Path | None) -> Path:
         """Return the file with the token: `given`; else PENSTOCK_TOKEN_FILE, if PENSTOCK_TOKEN is not set; else the
-        folder's own, into which PENSTOCK_TOKEN or a new token is written."""
+        folder's own, into which PENSTOCK_TOKEN or a new token for each role is written."""
         text = os.environ.get("PENSTOCK_TOKEN")
         named = given or (None if text else os.environ.get("PENSTOCK_TOKEN_FILE"))
         if named:
@@ -166,7 +169,7 @@ class FleetFolder:
         if text:
             self.save_token(text)
         else:
-            make_token(self.token)
+            make_token(self.token, by_role=True)
         return self.token
 
     def save_token(self, text: str) -> None:

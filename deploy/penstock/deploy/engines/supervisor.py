@@ -17,7 +17,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -29,6 +31,9 @@ from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.machine_needs import require
 from penstock.runtime.process.watch import Process
+
+if TYPE_CHECKING:
+    from penstock.deploy.engines.authority import Authority
 
 _log = logging.getLogger("penstock.deploy.engines")
 
@@ -46,10 +51,12 @@ def supervise(
     ready: Callable[[Fleet], None],
     *,
     parent_pid: int | None = None,
+    life: timedelta | None = None,
 ) -> None:
-    """Run the fleet until a signal, the end of `parent_pid`, or the stop of the last worker on request. `ready`:
-    called once. Raises DeadlineError if the fleet is not ready in time; CommandError if a daemon fails before that,
-    or the coordinator or last worker is given up."""
+    """Run the fleet until a signal, the end of `parent_pid`, or the stop of the last worker on request. `ready`: called
+    once; `life`: of certificates, if they are the fleet's own (None: the authority's default). Raises DeadlineError
+    if the fleet is not ready in time; CommandError if a daemon fails before that, or the coordinator or last worker
+    is given up."""
     require("penstock up", "coordinator", "worker", slots=plan.slots or 0)
     lock = folder.lock()
     if lock is None:
@@ -58,11 +65,24 @@ def supervise(
         folder.hold(lock, Identity.of(os.getpid()))
         _end_leftovers(folder)
         try:
-            asyncio.run(_Supervisor(plan, folder, ready).run(parent_pid))
+            authority = _authority(plan, folder, life) if plan.credentials == str(folder.credentials) else None
+            asyncio.run(_Supervisor(plan, folder, ready, authority).run(parent_pid))
         finally:
             folder.forget()
     finally:
         os.close(lock)
+
+
+def _authority(plan: FleetPlan, folder: FleetFolder, life: timedelta | None) -> Authority:
+    try:
+        from penstock.deploy.engines.authority import LIFE, Authority
+    except ImportError as error:
+        raise CommandError(
+            f"a fleet that other machines reach ({plan.listen}) needs the package cryptography, to make certificates: "
+            "pip install 'penstock[tls]'. Or give TLS files (--tls-ca), or --insecure on a network that you trust",
+            USAGE,
+        ) from error
+    return Authority(folder.authority, folder.credentials, plan.token_file, life or LIFE)
 
 
 def _end_leftovers(folder: FleetFolder) -> None:
@@ -81,8 +101,10 @@ def _end_leftovers(folder: FleetFolder) -> None:
 
 
 class _Supervisor:
-    def __init__(self, plan: FleetPlan, folder: FleetFolder, ready: Callable[[Fleet], None]) -> None:
-        self._plan, self._folder, self._announce = plan, folder, ready
+    def __init__(
+        self, plan: FleetPlan, folder: FleetFolder, ready: Callable[[Fleet], None], authority: Authority | None
+    ) -> None:
+        self._plan, self._folder, self._announce, self._authority = plan, folder, ready, authority
         self._up = False
         self._scaled = ""
         self._asked = asyncio.Event()
@@ -111,6 +133,7 @@ class _Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))):
             loop.add_signal_handler(number, stop.set)
         loop.add_signal_handler(SCALE, self._asked.set)
+        renewing = asyncio.ensure_future(self._renew(self._authority.renew())) if self._authority else None
         stopped = asyncio.ensure_future(stop.wait())
         living = asyncio.ensure_future(self._live())
         try:
@@ -123,11 +146,22 @@ class _Supervisor:
                     INTERRUPTED,
                 )
         finally:
-            for task in (stopped, living):
+            tasks = (stopped, living, *([renewing] if renewing else []))
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(*(kept.stop(WORKER_GRACE_S) for kept in self._workers))
             await self._coordinator.stop(COORDINATOR_GRACE_S)
-            await asyncio.gather(*self._tasks, *self._ending, stopped, living, return_exceptions=True)
+            await asyncio.gather(*self._tasks, *self._ending, *tasks, return_exceptions=True)
+
+    async def _renew(self, wait_s: float) -> None:
+        """Renew the certificates whenever they are due. While that fails (a full disk), the current ones stay."""
+        assert self._authority is not None
+        while True:
+            await asyncio.sleep(wait_s)
+            try:
+                wait_s = self._authority.renew()
+            except (CommandError, PenstockError) as error:
+                _log.error("%s", error)
 
     async def _live(self) -> None:
         """Start all daemons, call `ready`, and watch them until the last worker was stopped on request."""

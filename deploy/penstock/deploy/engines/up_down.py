@@ -21,6 +21,7 @@ from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
 from penstock.deploy.engines.ray import ray_down, ray_scale, ray_up
 from penstock.deploy.engines.supervisor import supervise
 from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.rpc.addresses import is_local as is_loopback
 from penstock.runtime.config.settings import variable
 
 if TYPE_CHECKING:  # at run time gRPC is imported only when a command needs it
@@ -85,8 +86,8 @@ def _scaled(running: Fleet, settings: UpSettings, folder: FleetFolder) -> Fleet 
 
 def _status_of(fleet: Fleet) -> Iterable[pb.WorkerStatus]:
     """Return what the coordinator reports of the workers."""
-    tls = {name: fleet.tls[name] for name in ("tls_ca", "tls_name") if name in fleet.tls}
-    with Peer(coordinator=fleet.coordinator, token_file=Path(fleet.token_file), **tls).client() as client:
+    token_file = None if "credentials" in fleet.tls else Path(fleet.token_file)
+    with Peer(coordinator=fleet.coordinator, token_file=token_file, **fleet.callers_tls).client() as client:
         return client.status().workers
 
 
@@ -114,12 +115,16 @@ def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder)
         )
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if is_local else 8)
-    own = {"slots": slots, "token_file": str(folder.token_file(token_file))}
-    return FleetPlan.model_validate({**settings.model_dump(), **_tls_files(settings), **own})
+    tokens = settings.tokens_in(token_file)
+    own = {"slots": slots, "token_file": str(folder.token_file(None if tokens is None else Path(tokens)))}
+    tls = _tls_files(settings)
+    if is_local and not (is_loopback(settings.listen) or settings.insecure or tls):
+        tls = {"credentials": str(folder.credentials)}
+    return FleetPlan.model_validate({**settings.model_dump(), **tls, **own})
 
 
 def _tls_files(settings: UpSettings) -> dict[str, str]:
-    names = ("tls_ca", "tls_cert", "tls_key")
+    names = ("tls_ca", "tls_cert", "tls_key", "credentials")
     return {name: str(Path(file).expanduser().absolute()) for name in names if (file := getattr(settings, name))}
 
 
@@ -136,8 +141,10 @@ def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
 
 
 def _print_exports(fleet: Fleet, as_json: bool) -> None:
-    """Print the variables for a training job, the only text on standard output."""
+    """Print the variables for a training job, the only text on standard output, and what is to be done on others."""
     print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
+    if others := fleet.for_other_machines():
+        print(others, file=sys.stderr)
 
 
 def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:

@@ -42,7 +42,7 @@ def run_coordinator(
     tls = settings.tls()
     in_memory = os.fspath(settings.state_dir) == IN_MEMORY
     _log.info("coordinator %s: %s", VERSION, describe(settings, **flags))
-    tokens = coordinator_tokens(token_file, None if in_memory else settings.state_dir)
+    tokens = coordinator_tokens(settings.tokens_in(token_file), None if in_memory else settings.state_dir)
     limits = Limits(
         worker_lease_s=settings.lease,
         client_lease_s=settings.client_lease,
@@ -92,7 +92,8 @@ def run_worker(
         _log.warning(
             "lanes listen on %s only: boxes on other machines cannot reach them (--listen HOST:0)", settings.listen
         )
-    token = read_token("worker", file=token_file)
+    tokens = settings.tokens_in(token_file)
+    token = read_token("worker", file=tokens)
     guarded = settings.http and not is_local(settings.http)
     asyncio.run(
         serve(
@@ -113,7 +114,7 @@ def run_worker(
                 tls=tls,
                 insecure=settings.insecure,
                 http=settings.http,
-                http_tokens=admin_tokens(file=token_file) if guarded else "",
+                http_tokens=admin_tokens(file=tokens) if guarded else "",
             ),
             lambda name: _announce(name, ready_file),
         )

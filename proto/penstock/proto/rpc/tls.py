@@ -3,8 +3,8 @@
 Every process has four settings: `ca`, the CA of the other end's certificate; `cert` and `key`, this end's; `name`, the
 DNS name expected in the other end's certificate instead of its address. The `*` in it stands for the other end's role:
 *.penstock means coordinator.penstock, worker.penstock, client.penstock (a job) or admin.penstock (an operator). With
-one name for all, a worker could pose as the coordinator. A coordinator needs cert and key, and requests certificates if
-it has a ca; a job or command needs the ca; a worker all.
+one name for all, a worker could pose as the coordinator. One file can be ca, cert and key at once (`credentials`). A
+coordinator needs cert and key, and requests certificates if it has a ca; a job or command needs the ca; a worker all.
 
 Files are read at the start, at each connection, and after a client's failed call (`Renewing`). New ones are checked by
 a handshake of this process with itself, because OpenSSL reliably detects a wrong key or an expired certificate. Errors
@@ -114,7 +114,7 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
     if bool(cert) != bool(key):
         has, lacks = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
         raise TlsError(f"{has}={cert or key} needs {lacks} too: pass a certificate and its key together")
-    tls = Tls(ca, cert, key, name, *(_read(what, file) for what, file in _files(ca, cert, key)))
+    tls = Tls(ca, cert, key, name, *_contents(ca, cert, key))
     if ca:
         _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), tls)
     if cert:
@@ -158,8 +158,7 @@ class Renewing:
 
     def _read(self) -> Tls | None:
         held = self.tls
-        files = _files(held.ca_file, held.cert_file, held.key_file)
-        if tuple(_read(what, file) for what, file in files) == (held.ca, held.cert, held.key):
+        if _contents(held.ca_file, held.cert_file, held.key_file) == (held.ca, held.cert, held.key):
             return None
         tls = load_tls(held.ca_file, held.cert_file, held.key_file, held.name)
         if tls is not None and self._role:
@@ -167,8 +166,10 @@ class Renewing:
         return tls
 
 
-def _files(ca: str, cert: str, key: str) -> tuple[tuple[str, str], ...]:
-    return ("tls_ca", ca), ("tls_cert", cert), ("tls_key", key)
+def _contents(ca: str, cert: str, key: str) -> tuple[bytes, bytes, bytes]:
+    if ca == cert == key:
+        return (_read("credentials", ca),) * 3  # read once, so that certificate and key fit each other
+    return _read("tls_ca", ca), _read("tls_cert", cert), _read("tls_key", key)
 
 
 def _read(what: str, file: str) -> bytes:
@@ -176,7 +177,7 @@ def _read(what: str, file: str) -> bytes:
         return b""
     try:
         with Path(file).open("rb") as opened:
-            if what == "tls_key" and os.fstat(opened.fileno()).st_mode & stat.S_IRWXO:
+            if what in ("tls_key", "credentials") and os.fstat(opened.fileno()).st_mode & stat.S_IRWXO:
                 raise TlsError(f"{what}={file} must not be readable by other users: run chmod 600 {file}")
             data = opened.read(MAX_FILE + 1)
     except OSError as error:
@@ -282,7 +283,8 @@ def _reason(error: Exception) -> str:
 def no_tls_here(what: str) -> TlsError:
     """Error for a connection from this process, which does not use TLS, to `what`, which does."""
     return TlsError(
-        f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA, Appliance(tls_ca=...))"
+        f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA, Appliance(tls_ca=...)), "
+        "or --credentials FILE"
     )
 
 

@@ -5,15 +5,17 @@ rank between Penstock's own and the settings file: see penstock.client.api.appli
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, SecretStr, field_validator
+from pydantic import AliasChoices, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.tls import Tls, load_tls
-from penstock.runtime.config.settings import FilePath, Section, Unit
-from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
+from penstock.runtime.config.settings import FilePath, Section, Unit, source_of
+from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
 
 _ONE_JOB = "this setting is for one job, but all jobs read this file: pass it to Appliance, or set its variable"
 
@@ -23,6 +25,8 @@ class TlsFiles(Section):
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
+    role: ClassVar[str] = "*"
+    """Role of the process, for the `*` in `credentials`; "*": leave it."""
 
     tls_ca: FilePath = Field(
         "",
@@ -35,8 +39,39 @@ class TlsFiles(Section):
         "", description="Name to expect in the other end's certificate, instead of its address; `*` = that end's role."
     )
 
+    credentials: FilePath = Field(
+        "",
+        description="File with CA, certificate, key and token of this role, as `penstock up` writes it, instead of the "
+        "TLS settings and the token; `*` = this role.",
+    )
+
+    @field_validator("credentials")
+    @classmethod
+    def _alone(cls, credentials: str, info: ValidationInfo) -> str:
+        if credentials and (given := [name for name, value in info.data.items() if name.startswith("tls_") and value]):
+            raise ValueError(f"credentials must be given without TLS settings, got {given[0]} too. Leave one out")
+        return credentials.replace("*", cls.role)
+
+    def tokens_in(self, given: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
+        """Return the file with the token: that of the credentials, else `given`. Raises InvalidArgumentError if a token
+        is given, or set, besides credentials."""
+        if not self.credentials:
+            return given
+        source = source_of(type(self), "credentials")  # none for an argument, which precedes variables
+        set_too = [name for name in ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE") if source and os.environ.get(name)]
+        if source not in ("", "PENSTOCK_CREDENTIALS") and token_file_of_settings():
+            set_too.append("token_file")
+        if given or set_too:
+            raise InvalidArgumentError(
+                f"credentials={self.credentials} must be given without another token, got "
+                f"{set_too[0] if set_too else os.fspath(given or '')} too. Leave one out"
+            )
+        return self.credentials
+
     def tls(self) -> Tls | None:
         """Return the TLS files, checked; None without TLS. Raises TlsError, which names the file and the remedy."""
+        if file := self.credentials:
+            return load_tls(file, file, file, "*.penstock")
         return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
 
 
@@ -46,6 +81,7 @@ class JobSettings(TlsFiles):
     # Always with the prefix, because other programs use the variables JOB, SEED and DEVICE.
     model_config = SettingsConfigDict(populate_by_name=True, env_prefix="PENSTOCK_")
     table: ClassVar[str] = "client"
+    role: ClassVar[str] = "client"
     places: ClassVar[Mapping[str, tuple[str, str]]] = {
         "address": (CLUSTER, "coordinator"),
         **{name: (CLUSTER, name) for name in TlsFiles.model_fields},

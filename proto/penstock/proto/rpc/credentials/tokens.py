@@ -1,7 +1,8 @@
 """Tokens: their sources, and the roles of each token.
 
 A token comes from a file or the environment, never from a command's argument, which every user of the machine can read.
-The text is a single token, valid for every role, or lines "role:token". A coordinator accepts all of them; others use
+The text is a single token, valid for every role, or lines "role:token". PEM blocks beside them are skipped, so that one
+file can hold certificate, key and token (`credentials`). A coordinator accepts all of them; others use
 that of their role. So a cluster can share one file.
 
 A file is read again while a process runs (`read_again`), so tokens can change. One that other users can read is
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import re
 import stat
 from typing import cast
 
@@ -22,6 +24,7 @@ from penstock.runtime.config.settings_file import token_file_of_settings
 _log = logging.getLogger("penstock.tokens")
 
 MAX_FILE = 64 << 10
+_PEM = re.compile(r"-----BEGIN .*?-----END [^\n]*", re.DOTALL)
 MAX_TOKEN = 4096
 """Largest number of characters in a token, which may be sent in a header of at most 64 KiB."""
 
@@ -184,6 +187,7 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         raise AuthenticationError(f"{name} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
     if len(raw) > MAX_FILE:
         raise AuthenticationError(f"{name} must have at most {MAX_FILE} bytes, got more: name the file with the token")
+    text = _PEM.sub("", text)
     if not text.strip():
-        raise AuthenticationError(f"{name} is empty: write a token into it")
+        raise AuthenticationError(f"{name} is empty or has no token: write one into it")
     return FromFile.of(text, os.fspath(file)), name
