@@ -17,8 +17,8 @@ from coroutines import in_loop
 from lane_frames import frame_of
 from pki import Pair, Pki
 
-from penstock.proto.errors import AuthenticationError, UnsafeBindError
-from penstock.proto.lane.frames import LANE_PROTOCOL, Frame
+from penstock.proto.errors import AuthenticationError, SupersededError, UnsafeBindError
+from penstock.proto.lane.frames import CLOSE, LANE_PROTOCOL, Frame
 from penstock.proto.lane.tcp import SEAL, sealed
 from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
@@ -32,9 +32,11 @@ async def refuse(connection: socket.socket, hello: lane_pb2.Hello) -> None:
     raise AuthenticationError("the daemon was asked")
 
 
-def trial(body: Callable[[LaneListeners], Awaitable[None]], tls: Tls | None = None) -> None:
+def trial(
+    body: Callable[[LaneListeners], Awaitable[None]], tls: Tls | None = None, attach: listeners.Attach = refuse
+) -> None:
     async def run() -> None:
-        listeners = LaneListeners(refuse, tls)
+        listeners = LaneListeners(attach, tls)
         listeners.open("127.0.0.1:0")
         try:
             await body(listeners)
@@ -52,10 +54,10 @@ async def connected(listeners: LaneListeners) -> socket.socket:
     return sock
 
 
-async def answer(sock: socket.socket) -> Frame:
+async def answer(sock: socket.socket, hello: bytes = HELLO) -> Frame:
     """Return the listener's answer to a Hello."""
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(sock, HELLO)
+    await loop.sock_sendall(sock, hello)
     async with asyncio.timeout(10):
         data = b""
         while len(data) < SEAL.size or len(data) < SEAL.size + SEAL.unpack(data[: SEAL.size])[0]:
@@ -116,6 +118,28 @@ def test_who_says_nothing_is_let_go_in_time(
     with caplog.at_level(logging.WARNING):
         trial(body, load_tls("", pair.cert, pair.key) if under_tls else None)
     assert caplog.text.count("no request arrived within 0.2 s") == 1, "the others are counted"
+
+
+def test_refused_lanes_are_one_line_for_each_box(caplog: pytest.LogCaptureFixture) -> None:
+    """A box that opens lanes in a loop hides no refusal of another, and fills no log."""
+
+    async def taken(connection: socket.socket, hello: lane_pb2.Hello) -> None:
+        if hello.run != "nobody":
+            LaneListeners.note_ticket(hello)
+        raise SupersededError("a newer connection")
+
+    async def body(listeners: LaneListeners) -> None:
+        for number in range(60):
+            who = lane_pb2.Hello(protocol=LANE_PROTOCOL, run=("nobody", "job/0")[number % 2], box=number // 2 % 2)
+            sock = await connected(listeners)
+            assert (await answer(sock, sealed(who.SerializeToString()))).kind == CLOSE
+            sock.close()
+
+    trial(body, attach=taken)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" to read")[0].removeprefix("a connection from ") for line in said] == [
+        *("127.0.0.1", "job/0 box 0", "job/0 box 1")
+    ]
 
 
 def test_slot_has_one_sender_for_many_lanes() -> None:

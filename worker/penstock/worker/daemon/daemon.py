@@ -427,6 +427,7 @@ class Daemon:
             )
         now = self._clock_offset + time.monotonic()
         check_ticket(hello.ticket, slot.record.assignment.lane_key, now, slot.record.name)
+        self.listeners.note_ticket(hello)
         await slot.lanes.attach(sock, hello, ATTACH_DEADLINE_S)
 
     @property

@@ -45,6 +45,9 @@ _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
 WAITING = 256
 SHOWN = 200
+REFUSALS_S = 60.0
+"""Seconds between two log lines about refused connections of one training job's box, or without a ticket of one
+address."""
 PAUSE_S = 0.1
 """Pause after a connection could not be accepted, for example for lack of descriptors."""
 
@@ -75,7 +78,7 @@ class LaneListeners:
             tls.check_own("worker")
             self._files, self._context = Renewing(tls, "worker"), tls.server_context()
         self._insecure = insecure
-        self._refusals = RepeatedWarnings(_log)
+        self._refusals = RepeatedWarnings(_log, every_s=REFUSALS_S)
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], str] = {}
@@ -157,7 +160,8 @@ class LaneListeners:
             address = peer[0] if listener.family != socket.AF_UNIX else "this host"
             while len(self._waiting) >= WAITING:
                 self._close_oldest()
-            task = self._spawn(self._greeted(connection, address, greet))
+            task = self._spawn(self._greeted(connection, greet))
+            task.set_name(address)
             self._waiting[task] = address
             task.add_done_callback(self._forget_waiting)
 
@@ -177,14 +181,20 @@ class LaneListeners:
         assert task is not None
         self._forget_waiting(task)
 
-    async def _greeted(
-        self, connection: socket.socket, address: str, greet: Callable[[socket.socket], Awaitable[None]]
-    ) -> None:
+    @staticmethod
+    def note_ticket(hello: lane_pb2.Hello) -> None:
+        """Log a refusal of the present task's connection as one of this box, because its ticket is valid."""
+        task = asyncio.current_task()
+        assert task is not None
+        task.set_name(f"{hello.run} box {hello.box}")
+
+    async def _greeted(self, connection: socket.socket, greet: Callable[[socket.socket], Awaitable[None]]) -> None:
         try:
             await greet(connection)
         except (PenstockError, OSError, TimeoutError) as error:
             why = str(error) or f"no request arrived within {HELLO_DEADLINE_S:g} s"
-            self._refusals.warning(address, f"a connection from {address} to read batches was refused: {why}")
+            who = asyncio.current_task().get_name()  # type: ignore[union-attr]
+            self._refusals.warning(who, f"a connection from {who} to read batches was refused: {why}")
             connection.close()
         except asyncio.CancelledError:
             connection.close()
