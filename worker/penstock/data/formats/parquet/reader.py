@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.data.formats.columnar.columns import ChosenRows, Column
 from penstock.data.formats.columnar.common_types import check_types, common_types_of
 from penstock.data.formats.columnar.reader import Block, BlocksReader
 from penstock.data.formats.contents import CHANGED, check_content, of_footer
@@ -32,6 +33,7 @@ from penstock.data.formats.parquet.shards import Footer, footer_of, pyarrow_parq
 from penstock.data.formats.parquet.table_files import TABLE_FILE, TableView
 from penstock.data.formats.raw_files import check_samples, open_file
 from penstock.data.formats.shards import ReadOptions, Shard
+from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
@@ -188,13 +190,21 @@ class ParquetReader(BlocksReader):
         if self._view is None:
             arrays = dict(zip(table.column_names, map(_expanded, table.columns), strict=True))
         else:
-            arrays = self._view.arrays(self._first_block + number, table, self._wanted)
-            arrays = {name: _expanded(array) for name, array in arrays.items()}
-        columns = [(name, self._column(name, arrays[name])) for name in self._wanted]
+            arrays = {name: _expanded(array) for name, array in self._view.arrays(table, self._wanted).items()}
+        live = None if self._view is None else self._view.live(self._first_block + number)
+        columns = [(name, self._live_column(name, arrays[name], live)) for name in self._wanted]
         with self._lock:
             if self._is_open:
                 self._idle.append(file)
         return Block(columns, sum(arrays[name].nbytes for name in self._wanted))
+
+    def _live_column(self, name: str, array: Any, live: Ints | None) -> Column:
+        """Return a column of the rows `live`; None: of all."""
+        if live is None:
+            return self._column(name, array)
+        if importlib.import_module("pyarrow").types.is_nested(array.type):
+            return ChosenRows(self._column(name, array), live)
+        return self._column(name, array.take(live))
 
     def _needed(self, number: int) -> int:
         """Return the memory that the columns to read take, estimated from the footer (RowGroup.nbytes)."""
@@ -292,6 +302,7 @@ class ParquetReader(BlocksReader):
 def _expanded(column: Any) -> Any:
     """Return a dictionary column with a text per row, read in half the time, unless above EXPANDED_BYTES."""
     arrow = importlib.import_module("pyarrow")
+    column = _without_views(column)
     if not arrow.types.is_dictionary(column.type) or column.type.value_type not in (arrow.string(), arrow.binary()):
         return column
     compute = importlib.import_module("pyarrow.compute")
@@ -299,6 +310,25 @@ def _expanded(column: Any) -> Any:
     for chunk in column.chunks:
         size += compute.sum(compute.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
     return column.cast(column.type.value_type) if size <= EXPANDED_BYTES else column
+
+
+def _without_views(array: Any) -> Any:
+    """Return a column of plain texts for one of views, which deltalake's compaction writes: those would be read value
+    by value."""
+    arrow = importlib.import_module("pyarrow")
+    kind = array.type
+    is_dictionary = arrow.types.is_dictionary(kind)
+    plain = {"string_view": arrow.string(), "binary_view": arrow.binary()}.get(
+        str(kind.value_type if is_dictionary else kind)
+    )
+    if plain is None:
+        return array
+    if not is_dictionary:
+        return array.cast(plain)
+    return arrow.chunked_array(
+        [arrow.DictionaryArray.from_arrays(each.indices, each.dictionary.cast(plain)) for each in array.chunks],
+        arrow.dictionary(kind.index_type, plain),
+    )
 
 
 def _opened_range(opened: Descriptor, part: RowGroupPart) -> Any:

@@ -34,6 +34,7 @@ from penstock.data.formats.columnar.columns import Column, constant_column
 from penstock.data.formats.fields import InvalidField, names
 from penstock.data.formats.parquet.footer import RowGroup
 from penstock.data.formats.shards import Shard
+from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import ShardCorruptError
 
 TABLE_FILE = "parquet_table"
@@ -112,16 +113,16 @@ class TableView:
         """Return the file's columns of which the table's columns `wanted` are made."""
         return [self._columns[name][0] for name in wanted]
 
-    def arrays(self, group: int, read: Any, wanted: Sequence[str]) -> dict[str, Any]:
-        """Return the columns `wanted` of a row group's live rows. `read`: pyarrow's table of its columns `sources`."""
-        arrow = importlib.import_module("pyarrow")
-        columns = {name: _without_views(array) for name, array in zip(read.column_names, read.columns, strict=True)}
-        if self._deleted is not None and self.counts[group] < read.num_rows:
-            live = arrow.array(~self._deleted[self._bounds[group] : self._bounds[group + 1]])
-            columns = {name: array.filter(live) for name, array in columns.items()}
-        return {
-            name: changed(columns[source], *more) for name, (source, *more) in self._columns.items() if name in wanted
-        }
+    def arrays(self, read: Any, wanted: Sequence[str]) -> dict[str, Any]:
+        """Return the columns `wanted` of all rows of a row group. `read`: pyarrow's table of its columns `sources`."""
+        return {name: changed(read.column(self._columns[name][0]), *self._columns[name][1:]) for name in wanted}
+
+    def live(self, group: int) -> Ints | None:
+        """Return the numbers of a row group's live rows within it, ascending; None if all are."""
+        begin, end = self._bounds[group : group + 2].tolist()
+        if self._deleted is None or self.counts[group] == end - begin:
+            return None
+        return np.flatnonzero(~self._deleted[begin:end])
 
 
 def _constant(name: str, kind: Any = None, text: str | None = None) -> Column:
@@ -133,25 +134,6 @@ def constant_array(rows: int, kind: Any = None, text: str | None = None) -> Any:
     arrow = importlib.import_module("pyarrow")
     value = None if text is None else value_of_text(text, kind)
     return arrow.chunked_array([arrow.array([value] * rows, _type(kind) if kind else None)])
-
-
-def _without_views(array: Any) -> Any:
-    """Return a column of plain texts for one of views, which deltalake's compaction writes: pyarrow cannot filter
-    those."""
-    arrow = importlib.import_module("pyarrow")
-    kind = array.type
-    is_dictionary = arrow.types.is_dictionary(kind)
-    plain = {"string_view": arrow.string(), "binary_view": arrow.binary()}.get(
-        str(kind.value_type if is_dictionary else kind)
-    )
-    if plain is None:
-        return array
-    if not is_dictionary:
-        return array.cast(plain)
-    return arrow.chunked_array(
-        [arrow.DictionaryArray.from_arrays(each.indices, each.dictionary.cast(plain)) for each in array.chunks],
-        arrow.dictionary(kind.index_type, plain),
-    )
 
 
 def changed(array: Any, kind: Any = None) -> Any:
