@@ -43,6 +43,12 @@ def parquet(path: Path, rows: list[dict[str, object]]) -> None:
     pyarrow.parquet.write_table(table, path.with_suffix(".parquet"), compression="none", use_dictionary=False)
 
 
+def groups(path: Path, rows: list[dict[str, object]]) -> None:
+    table = pyarrow.Table.from_pylist(rows)
+    options = {"compression": "none", "use_dictionary": False, "row_group_size": 500}
+    pyarrow.parquet.write_table(table, path.with_suffix(".parquet"), **options)
+
+
 def arrow(path: Path, rows: list[dict[str, object]]) -> None:
     table = pyarrow.Table.from_pylist(rows)
     with pyarrow.ipc.new_file(path.with_suffix(".arrow"), table.schema) as file:
@@ -204,3 +210,29 @@ def test_content_goes_into_the_index_and_comes_back(tmp_path: Path) -> None:
     [shard] = index_folder(tmp_path)
     assert shard.content.startswith("whole:")
     assert read_index(write_index([shard]), "it") == [shard]
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+@pytest.mark.parametrize("large", [False, True])
+def test_remote_file_that_is_written_again(tmp_path: Path, format: str, large: bool) -> None:
+    """Also one of the same size, whole or in parts, whose index did not change; a copy elsewhere is another file."""
+    size = 6000 if large else 10
+    write, files = {"jsonl": jsonl, "parquet": groups}[format], fsspec.filesystem("memory")
+    here, there = (f"again-{place}-{format}-{large}" for place in ("here", "there"))
+
+    def upload(place: str, letter: str) -> None:
+        write(tmp_path / "x", [{"i": n, "text": letter * size} for n in range(2000)])
+        files.pipe(f"/{place}/x.{format}", (tmp_path / f"x.{format}").read_bytes())
+
+    upload(here, "x")
+    index_folder(f"memory://{here}", out=tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.copytree(tmp_path / "one", tmp_path / "three")
+    assert StreamingDataset(f"memory://{here}", tmp_path / "one")[7]["text"] == "x" * size
+    upload(here, "y")
+    with pytest.raises(
+        DatasetError, match=r"x\.\w+ was written again since it was indexed\. Put the indexed file back"
+    ):
+        _ = StreamingDataset(f"memory://{here}", tmp_path / "two")[7]
+    upload(there, "x")
+    assert StreamingDataset(f"memory://{there}", tmp_path / "three")[7]["text"] == "x" * size

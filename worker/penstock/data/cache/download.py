@@ -22,6 +22,7 @@ from penstock.data.cache.index_watch import RemoteIndex
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, origin_of
 from penstock.data.formats.compressed_files import unpack
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.remote.file_versions import is_unchanged
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import unwritable
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
@@ -284,7 +285,8 @@ class Downloads:
                     )
                 else:
                     self._remote.download(stored.name, temporary, expected_size=stored.size, deadline_s=left)
-                if self._index is not None and self._validate is None and not stored.hashes:
+                unverified = self._index is not None and self._validate is None and not stored.hashes
+                if self._index is not None and unverified and not is_unchanged(self._remote, stored, left):
                     self._index.check()
                 use(source)
                 return

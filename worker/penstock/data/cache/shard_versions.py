@@ -42,6 +42,7 @@ def origin_of(shard: Shard, remote: Path | None) -> str:
             if stored:
                 found = file_stat(str(remote / stored.name)) if remote else None
                 digest.update(f"{stored.name} {stored.size} {sorted(stored.hashes.items())} {found}\n".encode())
+                digest.update(f"{stored.version}{shard.content}".encode())
     return digest.hexdigest()[:32]
 
 

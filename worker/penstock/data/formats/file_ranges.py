@@ -40,7 +40,8 @@ def part_shard(shard: Shard, part: int) -> Shard:
 
 def file_range(shard: Shard, begin: int, end: int) -> ShardFile:
     """Return a range of a shard's first file as a file of its own, with a name in the cache."""
-    return ShardFile(StoredFile(f"{shard.name}.ranges/{begin}-{end}", end - begin, source=shard.name, begin=begin))
+    name, whole = f"{shard.name}.ranges/{begin}-{end}", shard.files[0].raw
+    return ShardFile(StoredFile(name, end - begin, source=whole.name, begin=begin, version=whole.version))
 
 
 def with_spans(shard: Shard, offsets: Ints) -> Shard:

@@ -157,6 +157,7 @@ class EntryFile(msgspec.Struct, gc=False):
     basename: str
     bytes: Count
     hashes: dict[str, str] | None = None
+    version: str = ""
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -290,7 +291,7 @@ def _stored(file: EntryFile, field: str, files: dict[str, StoredFile]) -> Stored
     for algorithm, digest in (file.hashes or {}).items():
         if not _HEXADECIMAL.fullmatch(digest):
             raise InvalidField(f"{field}.hashes.{algorithm}", f"must be a digest in hexadecimal, got {digest!r}")
-    stored = StoredFile(file.basename, file.bytes, file.hashes or _NONE)
+    stored = StoredFile(file.basename, file.bytes, file.hashes or _NONE, version=file.version)
     if files.setdefault(file.basename, stored) != stored:
         raise InvalidField(
             f"{field}.basename",
@@ -364,7 +365,8 @@ def _entry(shard: Shard) -> dict[str, Any]:
 
 
 def _info(file: StoredFile) -> dict[str, Any]:
-    return {"basename": file.name, "bytes": file.size, "hashes": dict(file.hashes)}
+    version = {"version": file.version} if file.version else {}
+    return {"basename": file.name, "bytes": file.size, "hashes": dict(file.hashes), **version}
 
 
 def _below(folder: str, file: ShardFile) -> ShardFile:

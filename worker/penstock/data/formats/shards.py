@@ -29,6 +29,9 @@ class StoredFile:
     """Remote file that this file is a range of; "" for a whole file. Only a cache stores ranges."""
     begin: int = 0
     """Offset in `source` of the range's first byte; 0 for a whole file."""
+    version: str = field(default="", compare=False)
+    """Of a file at a remote: digest of its address, and the ETag or time that it had when it was indexed; "" if
+    unknown (remote/file_versions.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,15 +273,16 @@ class RemoteFolder:
             return False
         return True
 
-    def version(self, name: str, *, deadline_s: float) -> str | None:
-        """Return the ETag or time, which changes with the file; None if the remote reports neither. Raises
-        FileNotFoundError, or any other error of the remote."""
+    def version(self, name: str, *, deadline_s: float, of_content: bool = False) -> str | None:
+        """Return the time or ETag, which changes with the file; None if the remote reports neither. `of_content`: the
+        ETag rather than the time, which may stay the same for the same content. Raises FileNotFoundError, or any other
+        error of the remote."""
         until = time.monotonic() + deadline_s
         path = self._path_of(name, until)
         if self._is_http:
             loop, fs, _ = self._opened(until)
-            return age_of(self._run(loop, http_headers(fs, path), until, None))
-        return age_of(self._call(until, "info", path))
+            return age_of(self._run(loop, http_headers(fs, path), until, None), of_content=of_content)
+        return age_of(self._call(until, "info", path), of_content=of_content)
 
     # ---- writing
 

@@ -257,9 +257,11 @@ async def http_headers(fs: Any, url: str) -> Any:
         return dict(response.headers)
 
 
-def age_of(info: Any) -> str | None:
-    """Return a file's time or version, which changes with each write, from its `info` or headers; or None."""
-    return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
+def age_of(info: Any, *, of_content: bool = False) -> str | None:
+    """Return a file's time or version, which changes with each write, from its `info` or headers; or None.
+    `of_content`: the last of them in _AGES, which may stay the same for the same content."""
+    names = reversed(_AGES) if of_content else _AGES
+    return next((f"{name}: {info[name]}" for name in names if info.get(name)), None)
 
 
 def _validator(headers: Any) -> str:

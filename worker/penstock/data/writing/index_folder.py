@@ -17,6 +17,7 @@ from penstock.data.formats.index import SOURCE_NOTE, join_indexes, local_index, 
 from penstock.data.formats.records.energon_folder import is_prepared, prepared_note
 from penstock.data.formats.records.tar_samples import LAST_DOT
 from penstock.data.formats.shards import Shard
+from penstock.data.remote.file_versions import with_versions
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.dataset_files import (
     CARD,
@@ -200,7 +201,7 @@ def _index_remote(
         files, named = _chosen(root, named, name, split, remote.url)
         made.mkdir(parents=True, exist_ok=True)
         shards = files.completed(_joined(root, remote.url, name, stand_in.index_files(named, name, made), ranges))
-        shards = with_hashes(shards, remote, made, timeout_s) if hashes else shards
+        shards = with_hashes(shards, remote, made, timeout_s) if hashes else with_versions(shards, remote, timeout_s)
         notes = files.notes | saved_note(root)
         if out is None:
             stand_in.upload(shards, made)

@@ -16,6 +16,7 @@ from penstock.data.formats.index import SOURCE_NOTE
 from penstock.data.formats.parquet.footer import TAIL_BYTES, footer_length
 from penstock.data.formats.parquet.shards import Tail, parquet_shards, shards_of_tails
 from penstock.data.formats.shards import Shard
+from penstock.data.remote.file_versions import with_versions
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.dataset_files import (
     CARD,
@@ -98,7 +99,7 @@ def index_parquet(
             tails = dict(zip(files.names, read, strict=True))
         shards = shards_of_tails((name, partial(tails.__getitem__, name)) for name in files.names)
         shards = files.completed(shards)
-        shards = with_hashes(shards, remote, None, timeout_s) if hashes else shards
+        shards = with_hashes(shards, remote, None, timeout_s) if hashes else with_versions(shards, remote, timeout_s)
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         if out is None:
             write_remote_index(remote, shards, files.notes, timeout_s)

@@ -19,6 +19,7 @@ from penstock.data.formats.records.energon_folder import NOTE, prepared_names, p
 from penstock.data.formats.records.record_file import record_shard
 from penstock.data.formats.shards import Shard
 from penstock.data.ordering.permutation import Ints
+from penstock.data.remote.file_versions import with_versions
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.prepared_meta import fetch_meta
 from penstock.data.writing.dataset_files import with_hashes, write_local_index, write_remote_index
@@ -43,7 +44,7 @@ def index_prepared(
             return None
         shards = prepared_shards(folder, _archives(remote, folder, timeout_s))
         shards = shards if ranges else [replace(shard, spans=(), ranges=()) for shard in shards]
-        shards = with_hashes(shards, remote, folder, timeout_s) if hashes else shards
+        shards = with_hashes(shards, remote, folder, timeout_s) if hashes else with_versions(shards, remote, timeout_s)
         notes = prepared_note(folder)
         warn_of_loader(notes, remote.url)
         if out is not None:
