@@ -310,6 +310,20 @@ def test_files_of_a_table_are_never_read_without_its_log(tmp_path: Path) -> None
     assert sorted(row["i"] for row in read(plain)) == [5, 6, 7, 8]
 
 
+def test_remote_folders_that_became_tables_are_refused(bucket: str, tmp_path: Path) -> None:
+    """By a job that fetches the index; one that has it in its cache asks for nothing."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"i": [1]}), path)
+    with closing(RemoteFolder(bucket)) as remote:
+        remote.upload("a.parquet", path, deadline_s=30)
+        index_parquet(bucket)
+        assert read(bucket, tmp_path / "old") == [{"i": 1}]
+        remote.write("_delta_log/00000000000000000000.json", b"{}", deadline_s=30)
+    with pytest.raises(DatasetError, match="Delta Lake table"):
+        StreamingDataset(bucket, tmp_path / "new")
+    assert read(bucket, tmp_path / "old") == [{"i": 1}]
+
+
 def test_damaged_index_is_refused(table: Path) -> None:
     """The index's own list of deleted rows, which comes from another process."""
     index_table(table)

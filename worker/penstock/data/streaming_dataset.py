@@ -42,7 +42,7 @@ from penstock.data.formats.readers import check_columns, open_part, open_shard
 from penstock.data.formats.records.energon_folder import check_current, check_indexed
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of
 from penstock.data.formats.splits import EVERY_SPLIT, select_split
-from penstock.data.formats.table_marks import refuse_table
+from penstock.data.formats.table_marks import refuse_table, table_error
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
 from penstock.data.indexes.opened_units import Units
 from penstock.data.indexes.order_layout import OrderLayout, joint_fingerprint
@@ -62,6 +62,7 @@ from penstock.data.streams import (
     stream_names,
     with_plain_values,
 )
+from penstock.data.writing.tables.recognise import table_at
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
@@ -245,9 +246,15 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             _check_saved(cache, file_notes(index), name)
         self._plain_folders: set[Path] = set()
         """Folders of Parquet files that were found not to belong to a table."""
-        for cache, table in zip(self._caches, self._tables, strict=True):
-            if cache.files_folder and PARQUET in table.facts.formats:
+        for cache, table, stream, (remote, _, _) in zip(self._caches, self._tables, self.streams, remotes, strict=True):
+            if PARQUET not in table.facts.formats:
+                continue
+            if cache.files_folder:
                 self._refuse_table(cache.files_folder)
+            elif remote and cache.fetched_index:  # not each time, because a remote answers slowly, or not at all
+                kind = table_at(remote.address, stream.storage_options, cache.timeout_s)
+                if kind:
+                    raise table_error(kind, remote.url)
         self._indexes = [
             IndexWatch.of(cache.index_path, index, digest, hashed=table.facts.hashed, in_place=cache.in_place)
             for cache, (index, _, digest), table in zip(self._caches, read, self._tables, strict=True)

@@ -145,6 +145,8 @@ class ShardCache:
         self.timeout_s = timeout_s
         self._threads = threads
         self.group = group
+        self.fetched_index = False
+        """True once this cache has fetched the index itself."""
         self._root = str(self.folder)
         self._use_index(index)
         in_place = self.folder if remote is None else remote.local
@@ -268,6 +270,7 @@ class ShardCache:
                     self.remote.copy(name, temporary("raw"), deadline_s=until - time.monotonic())
                     check_index(Descriptor(temporary("raw")), self.remote.url_of(name))
                     give_name(temporary("raw"), self.folder, name)
+                    self.fetched_index = True
 
     def newest_notes(self) -> dict[str, Any]:
         """Return the notes of the remote's present index, maybe newer than the copy; those of an index that was written
