@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from penstock.client import Appliance
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.settings import CoordinatorSettings, WorkerSettings, resolve
+from penstock.deploy.engines.authority import Authority
 from penstock.deploy.engines.engine import FleetPlan
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.supervisor import supervise
@@ -98,7 +100,7 @@ def test_other_machine_needs_one_file(network: Network, shell: Any, tmp_path: Pa
                 for role in ("client", "worker"):  # they are no operator's
                     run("node", status.replace("admin", role), "penstock: ")
                 run("head", "penstock down --dir fleet")
-                run("head", up)
+                run("head", f"PENSTOCK_CREDENTIALS='{folder.credentials}' {up}")  # in the same shell
                 until(lambda: live() == {"far", "penstock-1"}, 30, "the far worker does not come back")
             finally:
                 far.terminate()
@@ -194,6 +196,25 @@ def test_certificates_are_renewed_and_are_for_one_role(folder: FleetFolder, tmp_
     assert "loaded the new certificates" in (folder.logs / "coordinator.log").read_text()
 
 
+def test_only_what_is_due_is_written_again(tmp_path: Path) -> None:
+    folder = FleetFolder(tmp_path / "fleet")
+    plan, life = plan_of(folder), timedelta(days=9)
+
+    def renewed(life: timedelta) -> set[str]:
+        before = {file: file.read_bytes() for file in folder.credentials.parent.glob("*")}
+        Authority(folder.authority, folder.credentials, plan.token_file, life).renew()
+        return {file.stem for file in folder.credentials.parent.iterdir() if before.get(file) != file.read_bytes()}
+
+    assert renewed(life) == set(ROLES)
+    assert renewed(life) == renewed(3 * life - timedelta(minutes=1)) == set()
+    assert renewed(3 * life) == set(ROLES), "a third is left"
+    folder.token.write_text(re.sub("(?<=client:).*", "another", folder.token.read_text()))
+    assert renewed(life) == {"client", "coordinator"}
+    assert read_token("client", file=folder.credentials.with_name("client.pem")) == "another"
+    folder.authority.unlink()
+    assert renewed(life) == set(ROLES)
+
+
 # ------------------------------------------------------------------------------------------------------ the setting
 
 
@@ -250,6 +271,9 @@ def test_page_makes_the_same_files_by_openssl(tmp_path: Path) -> None:
         tls_of(file).check_own(role)
         held = Tokens(read_tokens(file))
         assert held.roles == {token: of for token, of in tokens.roles.items() if role in ("coordinator", *of)}
+        file.chmod(0o644)
+        with pytest.raises(TlsError, match="must not be readable by other users"):
+            tls_of(file)
 
 
 @pytest.mark.usefixtures("_no_settings")

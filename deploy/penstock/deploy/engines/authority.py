@@ -65,7 +65,7 @@ class Authority:
             if left > self._life / 3:
                 return
         write_whole(path, _made_pair(role, ca, self._life) + always, mode=0o600)
-        _log.info("wrote the credentials %s, valid for %s", path, self._life)
+        _log.info("wrote the credentials %s", path)
 
 
 def _made_ca() -> bytes:

@@ -113,6 +113,8 @@ def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder)
             "--listen must have a port other than 0 with --engine ray, so that Ray can start the coordinator again at "
             "the same address"
         )
+    if settings.credentials == str(folder.credentials):  # this shell has them from the output of an earlier call
+        settings = settings.model_copy(update={"credentials": ""})
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if is_local else 8)
     tokens = settings.tokens_in(token_file)

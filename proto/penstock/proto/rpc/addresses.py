@@ -76,8 +76,8 @@ def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
     if encrypted or insecure or is_local(listen):
         return
     raise UnsafeBindError(
-        f"{listen} can be reached from other machines without encryption: listen on 127.0.0.1, or pass --tls-cert and "
-        "--tls-key, or --insecure on a network that you trust"
+        f"{listen} can be reached from other machines without encryption: listen on 127.0.0.1, or pass --credentials, "
+        "or --tls-cert and --tls-key, or --insecure on a network that you trust"
     )
 
 
