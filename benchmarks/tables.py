@@ -84,15 +84,16 @@ def plain(folder: Path, commits: int, each: int) -> None:
 MADE: dict[str, Callable[[Path, int, int], None]] = {"plain": plain, "Delta Lake": delta, "Iceberg": iceberg}
 
 
-def read(folder: Path, *, shuffle: bool) -> tuple[float, int, int]:
-    """Return the rows per second of a pass, the number of rows, and the sum of their numbers."""
+def read(folder: Path, *, shuffle: bool) -> tuple[float, float, int, int]:
+    """Return the rows of a pass per second, and per second of a processor; the number of rows, and the sum of their
+    numbers."""
     with closing(StreamingDataset(folder)) as dataset:
         loader = StreamingLoader(dataset, batch_size=BATCH, shuffle=shuffle, seed=1)
-        began, count, total = time.perf_counter(), 0, 0
+        began, busy, count, total = time.perf_counter(), time.process_time(), 0, 0
         for batch in loader:
             count += len(batch["number"])
             total += int(batch["number"].sum())
-        return count / (time.perf_counter() - began), count, total
+        return count / (time.perf_counter() - began), count / (time.process_time() - busy), count, total
 
 
 def seek_ms(folder: Path) -> float:
@@ -122,18 +123,22 @@ def main(given: Sequence[str] | None = None) -> int:
             make(folders[name], options.commits, each)
             results[name] = {"made_s": time.perf_counter() - began, "seek_ms": seek_ms(folders[name])}
         for shuffle in (False, True):
-            rates: dict[str, list[float]] = {name: [] for name in MADE}
+            rates: dict[str, list[tuple[float, float]]] = {name: [] for name in MADE}
             said = set()
             for _ in range(options.rounds):
                 for name, folder in folders.items():
-                    rate, *rest = read(folder, shuffle=shuffle)
-                    rates[name].append(rate)
+                    rate, busy, *rest = read(folder, shuffle=shuffle)
+                    rates[name].append((rate, busy))
                     said.add(tuple(rest))
             assert len(said) == 1, f"the rows differ: {said}"
             order = "shuffled" if shuffle else "in sequence"
             for name, own in rates.items():
-                ratios = [one / other for one, other in zip(own, rates["plain"], strict=True)]
-                results[name][order] = {"rows_per_s": statistics.median(own), "of_plain": statistics.median(ratios)}
+                pairs = list(zip(own, rates["plain"], strict=True))
+                results[name][order] = {
+                    "rows_per_s": statistics.median(rate for rate, _ in own),
+                    "of_plain": statistics.median(one / other for (one, _), (other, _) in pairs),
+                    "of_plain, by processor": statistics.median(one / other for (_, one), (_, other) in pairs),
+                }
     print(json.dumps(results, indent=1))
     return 0
 

@@ -72,7 +72,8 @@ def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tup
         cache.close()
         if isinstance(error, ShardUnavailableError) and isinstance(error.__cause__, FileNotFoundError):
             raise DatasetError(
-                f"{name} must have version {version}, but its index {version_index(version)} is missing"
+                f"{name} must have version {version}, but its index {version_index(version)} is missing. "
+                "Restore it; index_table writes that of a table's snapshot"
             ) from error
         raise
     return cache, index, version

@@ -126,6 +126,8 @@ class _Input:
 class _Table:
     def __init__(self, remote: RemoteFolder, metadata: Any, snapshot: Any, timeout_s: float) -> None:
         self._remote, self._metadata, self._snapshot, self._timeout_s = remote, metadata, snapshot, timeout_s
+        self._kept: dict[str, list[Any]] = {}
+        """Columns of files of equality deletes, by address."""
         schemas = {schema.schema_id: schema for schema in metadata.schemas}
         schema = schemas.get(snapshot.schema_id, schemas[metadata.current_schema_id])
         mapping = metadata.name_mapping()
@@ -260,9 +262,15 @@ class _Table:
                     "within another one, which Penstock does not read"
                 )
             own = self._values(file.file_path, columns, constants)
-            others = [self._values(each.file_path, columns, {}) for each in files]
+            others = [self._compared(each.file_path, columns) for each in files]
             deleted |= _equal(own, others)
         return deleted
+
+    def _compared(self, location: str, columns: Sequence[Column]) -> list[Any]:
+        """Return the columns of a file of equality deletes, which are kept, because they concern many files."""
+        if location not in self._kept:
+            self._kept[location] = self._values(location, columns, {})
+        return self._kept[location]
 
     def _values(self, location: str, columns: Sequence[Column], constants: Mapping[str, str | None]) -> list[Any]:
         """Return columns of a file as the table has them."""
