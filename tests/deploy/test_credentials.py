@@ -78,7 +78,7 @@ def test_other_machine_needs_one_file(network: Network, shell: Any, tmp_path: Pa
         workers = json.loads(run("node", f"{status} --json").stdout)["workers"]
         return {worker["worker"] for worker in workers if worker["live"]}
 
-    up = "penstock up --detach --dir fleet --workers 1 --slots 1 --allow streams"
+    up = "penstock up --detach --dir fleet --name two --workers 1 --slots 1 --allow streams"
     up += f" --listen {network.addresses['head']}:7070"
     started = run("head", up)
     folder = FleetFolder(tmp_path / "fleet")
@@ -99,9 +99,10 @@ def test_other_machine_needs_one_file(network: Network, shell: Any, tmp_path: Pa
                 assert run("node", train).stdout == f"{[*range(1, 11), *range(1001, 1011)]}\n"
                 for role in ("client", "worker"):  # they are no operator's
                     run("node", status.replace("admin", role), "penstock: ")
+                assert "two-1" in run("head", "penstock status --job two").stdout
                 run("head", "penstock down --dir fleet")
                 run("head", f"PENSTOCK_CREDENTIALS='{folder.credentials}' {up}")  # in the same shell
-                until(lambda: live() == {"far", "penstock-1"}, 30, "the far worker does not come back")
+                until(lambda: live() == {"far", "two-1"}, 30, "the far worker does not come back")
             finally:
                 far.terminate()
     finally:
