@@ -174,7 +174,7 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         raise InvalidArgumentError(
             "Appliance: tls_* arguments and credentials need an address, got none: pass address, or leave them out"
         )
-    if settings.credentials and settings.token.get_secret_value():
+    if settings.address and settings.credentials and settings.token.get_secret_value():
         raise InvalidArgumentError(
             f"Appliance: credentials={settings.credentials} must be given without a token, got both: leave one out"
         )
