@@ -21,8 +21,6 @@ SEQUENTIAL = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 """Endings of compressed files that are read in sequence."""
 AT_ONCE = 8 << 10
 """Compressed bytes that are decompressed at a time. The smallest blocks of zstd expand to 128 KiB from 4 bytes."""
-_SKIPPED = range(0x184D2A50, 0x184D2A60)
-"""First numbers of zstd frames without data, in which some writers put sizes."""
 
 
 class FileCompression(NamedTuple):
@@ -109,9 +107,8 @@ class FramesFile(io.RawIOBase):
         self._new = _decompressor(self._kind, path) if self._kind else None
         self._file = open(path, "rb", buffering=0, opener=open_plain)  # noqa: SIM115
         self._file.seek(frame)
-        self._read_to = frame
         self._codec: Any = None
-        self._given, self._ready = b"", b""
+        self._given, self._ready = b"", memoryview(b"")
         self._made = 0
         self._frames = deque([(0, frame)])
         """(bytes of the content before it, offset in the file) of frames in what was read of late."""
@@ -140,14 +137,14 @@ class FramesFile(io.RawIOBase):
                 if self._codec is not None:
                     raise ShardCorruptError(f"{self._path} is truncated within a frame. Write or fetch the file again")
                 return 0
-            self._read_to = self._file.tell() - len(self._given)
+            begin = self._file.tell() - len(self._given)
             if self._codec is None and not self._begin_frame():
                 continue
             try:
-                self._ready = self._codec.decompress(self._given)
+                self._ready = memoryview(self._codec.decompress(self._given))
             except Exception as error:  # zlib.error, or that of zstandard
                 raise ShardCorruptError(
-                    f"{self._path} is damaged after byte {self._read_to}: {error}. Write or fetch the file again"
+                    f"{self._path} is damaged after byte {begin}: {error}. Write or fetch the file again"
                 ) from error
             self._made += len(self._ready)
             ended = self._codec.eof
@@ -159,18 +156,13 @@ class FramesFile(io.RawIOBase):
         return size
 
     def _begin_frame(self) -> bool:
-        """Return False after something that is no frame was skipped."""
+        """Return False if there is nothing but padding. A frame of zstd may have no data (pzstd puts sizes in such)."""
         assert self._new is not None
         if self._kind == "gzip":
             self._given = self._given.lstrip(b"\0")  # padding of tapes and block devices
-        elif len(self._given) < 8:
-            self._given += self._file.read(8 - len(self._given)) or b""
+            if not self._given:
+                return False
         at = self._file.tell() - len(self._given)
-        if self._kind == "zstd" and int.from_bytes(self._given[:4], "little") in _SKIPPED:
-            self._file.seek(at + 8 + int.from_bytes(self._given[4:8], "little"))
-            self._given = b""
-        if not self._given:
-            return False
         self._codec = self._new()
         if self._frames[-1] != (self._made, at):
             self._frames.append((self._made, at))

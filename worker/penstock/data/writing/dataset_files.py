@@ -129,7 +129,8 @@ def write_remote_index(
 ) -> None:
     """As write_local_index, into the remote folder. Raises ShardUnavailableError."""
     remote.write(OWN_INDEX, write_index(shards, notes), deadline_s=timeout_s)
-    remote.remove(INDEX, deadline_s=timeout_s)
+    if remote.exists(INDEX, deadline_s=timeout_s):  # one who may write may not be allowed to remove
+        remote.remove(INDEX, deadline_s=timeout_s)
     _say_who_reads(remote.url_of(OWN_INDEX), shards)
 
 

@@ -180,7 +180,8 @@ def _publish(
     try:
         for name in names:
             folder.write(name, index, deadline_s=timeout_s)
-        folder.remove(INDEX, deadline_s=timeout_s)  # of plain files, before they became a table's
+        if INDEX in present:  # of plain files, before they became a table's
+            folder.remove(INDEX, deadline_s=timeout_s)
     except OSError as error:
         raise DatasetError(
             f"{folder.url} cannot be written: {error}. Give the argument `out`, a folder that you may write to"

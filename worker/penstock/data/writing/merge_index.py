@@ -88,7 +88,9 @@ def _index_in(remote: RemoteFolder, folder: str, timeout_s: float) -> str:
 
 def _replace(remote: RemoteFolder, name: str, index: bytes, timeout_s: float) -> None:
     remote.write(name, index, deadline_s=timeout_s)
-    remote.remove(INDEX if name == OWN_INDEX else OWN_INDEX, deadline_s=timeout_s)
+    other = INDEX if name == OWN_INDEX else OWN_INDEX
+    if remote.exists(other, deadline_s=timeout_s):
+        remote.remove(other, deadline_s=timeout_s)
 
 
 def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:

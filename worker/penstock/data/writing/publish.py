@@ -69,7 +69,8 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
             write(version_index(number), {VERSION_NOTE: number, **kept})
         if before is None or new:
             write(INDEX, {VERSION_NOTE: number, **kept})
-            remote.remove(OWN_INDEX, deadline_s=timeout_s)  # of files that were indexed, before they got versions
+            if remote.exists(OWN_INDEX, deadline_s=timeout_s):  # of files that were indexed, before they got versions
+                remote.remove(OWN_INDEX, deadline_s=timeout_s)
         return number, shards_in(made)
 
 
