@@ -21,7 +21,8 @@ from waiting import until
 from penstock.client import Appliance
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.console.peer import Peer
-from penstock.deploy.console.settings import CoordinatorSettings, WorkerSettings, resolve
+from penstock.deploy.console.settings import CoordinatorSettings, UpSettings, WorkerSettings, resolve
+from penstock.deploy.engines import up_down
 from penstock.deploy.engines.authority import Authority
 from penstock.deploy.engines.engine import FleetPlan
 from penstock.deploy.engines.fleet_folder import FleetFolder
@@ -275,6 +276,33 @@ def test_page_makes_the_same_files_by_openssl(tmp_path: Path) -> None:
         file.chmod(0o644)
         with pytest.raises(TlsError, match="must not be readable by other users"):
             tls_of(file)
+
+
+@pytest.mark.usefixtures("_no_settings")
+@pytest.mark.parametrize(
+    ("given", "credentials"),
+    [
+        ({}, ""),
+        ({"listen": "10.0.0.1:0"}, "fleet/credentials/*.pem"),
+        ({"listen": "10.0.0.1:0", "insecure": True}, ""),
+        ({"listen": "10.0.0.1:0", "tls_cert": "c"}, ""),
+        ({"listen": "10.0.0.1:0", "credentials": "c.pem"}, "c.pem"),
+    ],
+)
+@pytest.mark.parametrize("exported", [False, True])
+def test_fleets_that_others_reach_have_an_authority(
+    given: dict[str, Any], credentials: str, exported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a shell that has the variables of the same folder's last fleet."""
+    monkeypatch.chdir(tmp_path)
+    folder = FleetFolder(Path("fleet"))
+    folder.make()
+    if exported and "tls_cert" not in given:
+        monkeypatch.setenv("PENSTOCK_CREDENTIALS", str(folder.credentials))
+    plan = up_down._plan_of(resolve(UpSettings, allow="m", **given), None, folder)
+    assert plan.credentials == (credentials and str(tmp_path / credentials))
+    assert "PENSTOCK_CREDENTIALS" not in os.environ or "credentials" in given
+    assert plan.token_file == (plan.credentials if "credentials" in given else str(folder.token))
 
 
 @pytest.mark.usefixtures("_no_settings")

@@ -114,6 +114,7 @@ def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder)
             "the same address"
         )
     if settings.credentials == str(folder.credentials):  # this shell has them from the output of an earlier call
+        os.environ.pop("PENSTOCK_CREDENTIALS", None)
         settings = settings.model_copy(update={"credentials": ""})
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if is_local else 8)
