@@ -73,7 +73,11 @@ def test_clone_of_the_hub(tmp_path: Path) -> None:
     CliRunner().invoke(app, ["data", "index", str(tmp_path), "--split", "random"])
     assert len(files_of(tmp_path)) == len(files_of(tmp_path, "random")) == 4
     index_parquet(tmp_path, split="*")  # says that all are one
-    assert len(files_of(tmp_path)) == 9
+    assert len(files_of(tmp_path)) == len(files_of(tmp_path, "*")) == 9
+    with pytest.raises(InvalidArgumentError, match=r"split must be \['\*'\], as it was indexed, got 'train'"):
+        StreamingDataset(tmp_path, split="train")
+    with pytest.raises(InvalidArgumentError, match="split must be the relative path of a subfolder"):
+        index_folder(tmp_path, split="../x")
     with pytest.raises(InvalidArgumentError, match="split must be one of train, random, got 'test'"):
         index_parquet(tmp_path, split="test")
 
@@ -93,6 +97,9 @@ def test_several_configs_are_refused(tmp_path: Path) -> None:
     assert files_of(tmp_path, "train") == ["de/train.jsonl"]
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: no/*\n---\n")
     with pytest.raises(DatasetError, match="lists files of the split 'train', but the folder has none"):
+        index_folder(tmp_path)
+    (tmp_path / "README.md").write_text('---\nconfigs:\n- config_name: default\n  data_files: "[z-a]"\n---\n')
+    with pytest.raises(InvalidArgumentError, match=r"the pattern '\[z-a\]' must be one of fsspec's"):
         index_folder(tmp_path)
 
 

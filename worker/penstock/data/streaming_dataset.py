@@ -657,11 +657,11 @@ def _selected(table: ShardTable, stream: Stream, notes: Mapping[str, Any], name:
     folder, split = prepared_folder(stream), stream.split
     is_folder = folder is None and not names_files(stream)
     if not table.facts.splits:
-        alone = notes.get(SPLITS_NOTE)
+        alone = notes.get(SPLITS_NOTE, [])
         if folder is not None:
             check_indexed(folder, split, name)
         elif not is_folder and split != EVERY_SPLIT and alone != [split]:
-            raise InvalidArgumentError(f"{name}: split must be {alone}, the only one that was indexed, got {split!r}")
+            raise InvalidArgumentError(f"{name}: split must be {alone}, as it was indexed, got {split!r}")
         return table
     shards = select_split(table, split, name, is_folder=is_folder)
     if folder is not None:

@@ -16,6 +16,7 @@ from penstock.data.arguments import apportioned, real_number, sample_count, whol
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import INDEX, OWN_INDEX, SPLITS_NOTE, file_notes, first_notes, local_index
 from penstock.data.formats.records.energon_folder import is_prepared
+from penstock.data.formats.splits import check_split
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.remote.prepared_meta import fetch_meta
 from penstock.data.writing.uploads import local_folder
@@ -72,8 +73,7 @@ def local_source(stream: Stream) -> Path | None:
 def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
     """Return (remote folder or None, cache or local folder, name for errors) of a stream."""
     below = stream.split or ""
-    if Path(below).is_absolute() or ".." in Path(below).parts:
-        raise InvalidArgumentError(f"split must be the relative path of a subfolder without '..', got {stream.split!r}")
+    check_split(stream.split)
     if stream.remote is None and stream.local is None:
         raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
     if prepared_folder(stream) is not None or names_files(stream):

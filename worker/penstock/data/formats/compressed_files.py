@@ -84,7 +84,7 @@ def unpack(data: bytes, compression: str, *, limit: int) -> memoryview:
     except (importlib.import_module("cramjam").DecompressionError, MemoryError) as error:
         raise ShardCorruptError(
             f"the {family} data are damaged, or decompress to more than the {limit} bytes that the dataset's index "
-            f"lists: {error}. Fetch the file again, or index the folder again"
+            f"lists: {error}. Write the file again, or fetch it again"
         ) from error
 
 

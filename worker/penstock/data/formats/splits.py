@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import PurePath
 
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import InvalidArgumentError
@@ -63,6 +64,12 @@ def select_split(shards: Sequence[Shard], split: str | None, where: str, *, is_f
             f"{where}: split must be one of {', '.join(known)}, got {split!r}. Pass {EVERY_SPLIT!r} for all"
         )
     return [shard for shard, splits in of_each if split == EVERY_SPLIT or split in splits]
+
+
+def check_split(split: str | None) -> None:
+    """Raise InvalidArgumentError for a subfolder outside of the dataset's folder."""
+    if split is not None and (PurePath(split).is_absolute() or ".." in PurePath(split).parts):
+        raise InvalidArgumentError(f"split must be the relative path of a subfolder without '..', got {split!r}")
 
 
 def _in_order(splits: Collection[str]) -> list[str]:

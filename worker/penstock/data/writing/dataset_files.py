@@ -3,6 +3,7 @@ whose own log says it are no such folders."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
 import warnings
@@ -66,14 +67,17 @@ def is_hidden(name: str) -> bool:
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the paths that match a pattern with `*`, `**`, `?` and `[...]`."""
+    """Return the paths that match a pattern with `*`, `**`, `?` and `[...]`. Raises InvalidArgumentError."""
     kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/]+\])", pattern)
     expression = "".join(
         kinds.get(part) or (part.replace("[!", "[^") if part.startswith("[") and len(part) > 2 else re.escape(part))
         for part in parts
     )
-    return list(filter(re.compile(expression).fullmatch, names))
+    try:
+        return list(filter(re.compile(expression).fullmatch, names))
+    except re.error as error:
+        raise InvalidArgumentError(f"the pattern {pattern!r} must be one of fsspec's, but {error}") from None
 
 
 def with_hashes(shards: Sequence[Shard], remote: RemoteFolder, out: Path | None, timeout_s: float) -> list[Shard]:
@@ -99,8 +103,9 @@ def with_hashes(shards: Sequence[Shard], remote: RemoteFolder, out: Path | None,
 def as_before(folder: Path, shards: Sequence[Shard]) -> list[Shard]:
     """Return the shards without digests of their content where the index in `folder` has the same files without: an
     earlier release wrote it, and the digests would make other data of them for states that were saved with it."""
-    path = local_index(folder)
-    old = {shard.name: shard for shard in read_index(path.read_bytes(), str(path))} if path.exists() else {}
+    path, old = local_index(folder), dict[str, Shard]()
+    with contextlib.suppress(FileNotFoundError, DatasetError):
+        old = {shard.name: shard for shard in read_index(path.read_bytes(), str(path))}
 
     def same(shard: Shard) -> bool:
         was = old.get(shard.name)
@@ -163,7 +168,7 @@ class DatasetFiles:
             except InvalidField as error:
                 raise DatasetError(f"{where}/{name} cannot be indexed: {error}. Rename the file") from None
         if split == EVERY_SPLIT:
-            return DatasetFiles(list(names), {})
+            return DatasetFiles(list(names), {EVERY_SPLIT: names})
         by_card = _splits_of_card(names, card(), where) if card else {}
         splits = by_card or splits_of(names) or {WITHOUT_WORDS: list(names)}
         if split is not None:

@@ -17,6 +17,7 @@ from penstock.data.formats.index import SOURCE_NOTE, join_indexes, local_index, 
 from penstock.data.formats.records.energon_folder import is_prepared, prepared_note
 from penstock.data.formats.records.tar_samples import LAST_DOT
 from penstock.data.formats.shards import Shard
+from penstock.data.formats.splits import check_split
 from penstock.data.remote.file_versions import with_versions
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.dataset_files import (
@@ -125,6 +126,7 @@ def index_folder(
         raise InvalidArgumentError(f"format must be one of {', '.join((PARQUET, *INDEXABLE))}, got {format!r}")
     if format in (None, PARQUET) and table_at(folder, storage_options, timeout_s):
         return index_table(folder, out=out, storage_options=storage_options, timeout_s=timeout_s)
+    check_split(split)
     remote = RemoteFolder(folder, storage_options)
     root = remote.local
     if root is None:
