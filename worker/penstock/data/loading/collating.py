@@ -4,8 +4,7 @@ rows."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -42,25 +41,25 @@ def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any
         return collate_fn(samples)
 
 
-@contextmanager
-def naming_rows(
-    found: list[Any] | Columns, rows: Callable[[], str], place_of: Callable[[int], str], *, own_collate: bool
-) -> Iterator[None]:
-    """Let errors of a collate function in the block say which rows it got. `found`: the samples, or their columns;
-    `rows`: names them all; `place_of`: names one by its index. A null becomes a DatasetError: torch's says only that it
-    cannot infer a dtype; not if it is the user's function, which may accept nulls."""
-    try:
-        yield
-    except Exception as error:
-        null = None if own_collate else _first_null(found)
-        if null is not None:
-            column, index = null
-            raise DatasetError(
-                f"{place_of(index)}: column {column!r} is null, of which no batch can be made. Give StreamingDataset "
-                f"fill={{{column!r}: VALUE}}, leave the column out by columns=, or write a collate_fn"
-            ) from error
-        error.add_note(f"raised for a batch of {rows()}")
-        raise
+def name_rows(
+    error: Exception,
+    found: list[Any] | Columns,
+    rows: str,
+    place_of: Callable[[int], str],
+    *,
+    own_collate: bool,
+) -> None:
+    """Add a note to an error of a collate function that says which rows it got. `found`: the samples, or their columns;
+    `rows`: names them all; `place_of`: names one by its index. Raises DatasetError in place of an error for a null, for
+    which torch says only that it cannot infer a dtype; not if it is the user's function, which may accept nulls."""
+    null = None if own_collate else _first_null(found)
+    if null is not None:
+        column, index = null
+        raise DatasetError(
+            f"{place_of(index)}: column {column!r} is null, of which no batch can be made. Give StreamingDataset "
+            f"fill={{{column!r}: VALUE}}, leave the column out by columns=, or write a collate_fn"
+        ) from error
+    error.add_note(f"raised for a batch of {rows}")
 
 
 def _first_null(found: list[Any] | Columns) -> tuple[str, int] | None:

@@ -7,7 +7,6 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from penstock.data.loading.collating import (
     collates_as_torch,
     empty_batch,
     may_draw,
-    naming_rows,
+    name_rows,
 )
 from penstock.data.loading.columns_ahead import ColumnsAhead
 from penstock.data.loading.counting import CountedBatch, LeftOut, SampleCounter, skipped_rows
@@ -154,8 +153,11 @@ class MapReader:
 
     def _collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
         if isinstance(found, dict):
-            with self._naming_rows(plan, plan.ids, found):
+            try:
                 return collate_columns(found)
+            except Exception as error:
+                self._name_rows(error, plan, plan.ids, found)
+                raise
         rows = None
         if self._skip_failures and any(sample is LeftOut for sample in found):
             rows = [row for row, sample in enumerate(found) if sample is not LeftOut]
@@ -164,27 +166,31 @@ class MapReader:
             batch = empty_batch(self.collate, found[0])
             return batch if self._counter is None else CountedBatch(batch, {})
         if self._counter is None:
-            with self._naming_rows(plan, plan.ids, found):
-                return self.collate(found)
+            return self._made(plan, plan.ids, found)
         ids = plan.ids if rows is None else plan.ids[rows]
         counted = self._counter.count(found, self.sources(ids))
         if rows is not None:
             left_out = np.delete(plan.ids, rows)
             skipped = Counter(self.sources(left_out) or {"": len(left_out)})
             counted = merged_rows([counted, skipped_rows(skipped)])
-        with self._naming_rows(plan, ids, found):
-            return CountedBatch(self.collate(found), counted, rows)
+        return CountedBatch(self._made(plan, ids, found), counted, rows)
 
-    def _naming_rows(self, plan: BatchPlan, ids: Ints, found: list[Any] | Columns) -> AbstractContextManager[None]:
-        def rows() -> str:
-            numbers = ", ".join(map(str, ids[:MOST_NAMED].tolist())) + (", ..." if len(ids) > MOST_NAMED else "")
-            return f"the samples {numbers} of {self.name} (epoch {plan.epoch})"
+    def _made(self, plan: BatchPlan, ids: Ints, samples: list[Any]) -> Any:
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            self._name_rows(error, plan, ids, samples)
+            raise
+
+    def _name_rows(self, error: Exception, plan: BatchPlan, ids: Ints, found: list[Any] | Columns) -> None:
+        numbers = ", ".join(map(str, ids[:MOST_NAMED].tolist())) + (", ..." if len(ids) > MOST_NAMED else "")
+        rows = f"the samples {numbers} of {self.name} (epoch {plan.epoch})"
 
         def place_of(index: int) -> str:
             place = getattr(self.dataset, "place_of", lambda number: f"{self.name}: sample {number}")
             return str(place(int(ids[index])))
 
-        return naming_rows(found, rows, place_of, own_collate=self._own_collate)
+        name_rows(error, found, rows, place_of, own_collate=self._own_collate)
 
     def sources(self, numbers: Ints) -> Sequence[str] | None:
         """Return each sample's source by `sources_of` of the dataset, if it has it."""

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from penstock.data.arguments import at_least_one, whole
-from penstock.data.loading.collating import checked_collate, empty_batch, may_draw, naming_rows, without_rows
+from penstock.data.loading.collating import checked_collate, empty_batch, may_draw, name_rows, without_rows
 from penstock.data.loading.counting import Counts, LoaderCounts, skipped_rows
 from penstock.data.loading.keyed_random import seeded
 from penstock.data.loading.loader import Loader
@@ -424,15 +424,14 @@ class ShardLoader(Loader):
         return with_keys(batch, self._key_field, [held.key or "" for held in samples]), counted
 
     def _collated(self, samples: list[Any], share: WorkerShare) -> Any:
-        def rows() -> str:
-            epoch, shard, index = share.first_row()
-            return f"{len(samples)} samples, of which the first is sample {index} of shard {shard} (epoch {epoch})"
-
-        def place_of(index: int) -> str:
-            return f"sample {index} of a batch of {rows()}"
-
-        with naming_rows(samples, rows, place_of, own_collate=self._own_collate):
+        try:
             return self._collate(samples)
+        except Exception as error:
+            epoch, shard, index = share.first_row()
+            rows = f"{len(samples)} samples, of which the first is sample {index} of shard {shard} (epoch {epoch})"
+            place = "sample {} of a batch of {}".format
+            name_rows(error, samples, rows, lambda at: place(at, rows), own_collate=self._own_collate)
+            raise
 
     def _empty(self, sample: Any) -> Any:
         return without_rows(sample) if self._collate is _only else empty_batch(self._collate, sample)
