@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+from pyroaring import BitMap64
 from targets.target import Target, pieces, script
 
 from penstock.data.formats.compressed_files import COMPRESSIONS, pack, unpack
@@ -19,6 +21,7 @@ from penstock.data.formats.parquet.table_files import decoded_rows, encoded_rows
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.formats.tfrecord.example_messages import example_of
+from penstock.data.writing.tables.iceberg import vector_rows
 from penstock.proto.errors import DatasetError
 
 __all__ = ["TARGETS"]
@@ -135,11 +138,27 @@ def _deleted_seeds() -> list[bytes]:
     return [rows.to_bytes(2, "little") + encoded_rows(np.arange(rows) % 3 == 1).encode() for rows in (3, 8, 9_000)]
 
 
+def _vector(data: bytes) -> None:
+    """A vector of Iceberg. Its checksum is made to fit, because a fuzzer does not find out one."""
+    vector = (1681511377).to_bytes(4, "little") + data
+    blob = len(vector).to_bytes(4, "big") + vector + zlib.crc32(vector).to_bytes(4, "big")
+    try:
+        rows = vector_rows(blob, 1 << 16)
+        assert len(rows) <= 1 << 16
+    except ValueError as error:
+        raise DatasetError(str(error)) from error
+
+
+def _vector_seeds() -> list[bytes]:
+    return [BitMap64(rows).serialize() for rows in ([], [1, 5], range(0, 1 << 16, 3), range(9_000))]
+
+
 TARGETS = [
     Target("index", _index, _index_seeds, examples=100),
     Target("unpack", _unpack, _unpack_seeds),
     Target("parquet-footer", _footer, _footer_seeds),
     Target("deleted-rows", _deleted, _deleted_seeds),
+    Target("vector", _vector, _vector_seeds),
     Target("shard", _shard, _shard_seeds, examples=200),
     Target("example", _example, _example_seeds),
 ]

@@ -130,7 +130,7 @@ def _shard(remote: RemoteFolder, snapshot: TableSnapshot, file: TableFile, timeo
             f"{where} is missing, so snapshot {snapshot.number} of the {snapshot.kind} table can no longer be read: it "
             "was expired, or its files vacuumed. Index a newer snapshot"
         ) from error
-    deleted = _whole(file, shard.samples, where)
+    deleted = _bits(file, shard.samples, where)
     columns = columns_in(snapshot.columns, file.constants, footer.schema, where)
     counts = live_counts(deleted, footer.groups)
     settings = {"column_names": [column.name for column in snapshot.columns]}
@@ -146,19 +146,15 @@ def _shard(remote: RemoteFolder, snapshot: TableSnapshot, file: TableFile, timeo
     )
 
 
-def _whole(file: TableFile, rows: int, where: str) -> Bits | None:
-    """Return the deleted rows as an array of all rows; shape (rows,)."""
-    if file.deleted is None:
+def _bits(file: TableFile, rows: int, where: str) -> Bits | None:
+    """Return True for each deleted row; shape (rows,)."""
+    if file.deleted is None or not len(file.deleted):
         return None
-    if file.deleted[rows:].any():
-        raise ShardCorruptError(
-            f"{where}: the table deletes row {int(np.flatnonzero(file.deleted)[-1])} of {rows} rows"
-        )
-    return (
-        np.resize(file.deleted, rows)
-        if len(file.deleted) >= rows
-        else np.pad(file.deleted, (0, rows - len(file.deleted)))
-    )
+    if int(file.deleted[0]) < 0 or int(file.deleted[-1]) >= rows:
+        raise ShardCorruptError(f"{where}: the table deletes row {int(file.deleted[-1])} of {rows} rows")
+    deleted = np.zeros(rows, np.bool_)
+    deleted[file.deleted] = True
+    return deleted
 
 
 def _publish(

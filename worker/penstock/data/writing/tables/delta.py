@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from penstock.data.formats.parquet.table_files import Bits, text_of_value
+import numpy as np
+
+from penstock.data.formats.parquet.table_files import text_of_value
+from penstock.data.ordering.permutation import Ints
 from penstock.data.writing.tables.snapshot import Column, ColumnType, ListOf, MapOf, TableFile, TableSnapshot
 from penstock.proto.errors import DatasetError, SnapshotExpiredError
 
@@ -115,9 +118,9 @@ def _files(table: Any, root: Path, partitions: list[str], where: str) -> list[Ta
 _LISTED = ("path", "modification_time", "partition")
 
 
-def _deleted(table: Any, root: Path, where: str) -> dict[str, Bits]:
-    """Return which rows of each file with a deletion vector are deleted."""
-    found: dict[str, Bits] = {}
+def _deleted(table: Any, root: Path, where: str) -> dict[str, Ints]:
+    """Return the deleted rows of each file with a deletion vector."""
+    found: dict[str, Ints] = {}
     try:
         batches = list(table.deletion_vectors())
     except Exception as error:  # a damaged or missing vector, or another feature beside vectors that it does not read
@@ -127,7 +130,7 @@ def _deleted(table: Any, root: Path, where: str) -> dict[str, Bits]:
     for batch in map(importlib.import_module("pyarrow").record_batch, batches):
         for path, kept in zip(batch["filepath"].to_pylist(), batch["selection_vector"], strict=True):
             name = _relative(path, root)
-            found[name or path] = ~kept.values.to_numpy(zero_copy_only=False)
+            found[name or path] = np.flatnonzero(~kept.values.to_numpy(zero_copy_only=False))
     return found
 
 

@@ -6,10 +6,10 @@ of a table elsewhere is read, too."""
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import io
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +19,11 @@ from typing import Any
 import numpy as np
 
 from penstock.data.formats.columnar.values import storage_of
+from penstock.data.formats.parquet.footer import footer_length
+from penstock.data.formats.parquet.shards import Footer, pyarrow_parquet
 from penstock.data.formats.parquet.table_files import Bits, changed, constant_array, text_of_value
 from penstock.data.formats.table_marks import FOLDERS, ICEBERG, METADATA
+from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.tables.snapshot import (
     Column,
@@ -31,8 +34,18 @@ from penstock.data.writing.tables.snapshot import (
     TableSnapshot,
     columns_in,
 )
-from penstock.proto.errors import DatasetError, ShardUnavailableError, SnapshotExpiredError
+from penstock.proto.errors import (
+    DatasetError,
+    PenstockError,
+    ShardCorruptError,
+    ShardUnavailableError,
+    SnapshotExpiredError,
+)
 
+METADATA_BYTES = 256 << 20
+"""Most bytes of a file of metadata, decompressed."""
+_VECTOR = (1681511377).to_bytes(4, "little")
+"""Magic number of a deletion vector."""
 _HINT = "version-hint.text"
 _VERSION = re.compile(r"v?(\d+)(?:-.*)?\.(?:gz\.)?metadata\.json(?:\.gz)?")
 _TYPES = {
@@ -69,9 +82,7 @@ def iceberg_snapshot(remote: RemoteFolder, names: Sequence[str], number: int | N
     name = f"{FOLDERS[ICEBERG]}/{_newest(remote, names, timeout_s)}"
     data = remote.read(name, deadline_s=timeout_s)
     try:
-        found = library.TableMetadataUtil.parse_raw(
-            (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-        )
+        found = library.TableMetadataUtil.parse_raw(_unpacked(data).decode())
     except Exception as error:  # the package's errors have no common base
         raise DatasetError(f"{remote.url_of(name)} cannot be read by pyiceberg: {error}") from error
     wanted = found.current_snapshot_id if number is None else number
@@ -82,7 +93,44 @@ def iceberg_snapshot(remote: RemoteFolder, names: Sequence[str], number: int | N
         raise SnapshotExpiredError(
             f"{remote.url}: snapshot {number} of the Iceberg table is not, or no longer, in {name}. Index another one"
         )
-    return _Table(remote, found, snapshot, timeout_s).snapshot()
+    try:
+        return _Table(remote, found, snapshot, timeout_s).snapshot()
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise DatasetError(
+            f"{remote.url}: snapshot {wanted} of the Iceberg table cannot be read by pyiceberg: {error}"
+        ) from error
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Return metadata, which may be compressed by gzip. Raises ValueError above METADATA_BYTES."""
+    if data[:2] != b"\x1f\x8b":
+        return data
+    unpacked = zlib.decompressobj(wbits=31)
+    plain = unpacked.decompress(data, METADATA_BYTES)
+    if not unpacked.eof:
+        raise ValueError(f"it must be complete, and have at most {METADATA_BYTES} bytes")
+    return plain
+
+
+def vector_rows(blob: bytes, rows: int) -> Ints:
+    """Return the deleted rows in a deletion vector of Iceberg, ascending. `rows`: number of rows in the data file.
+    Raises ValueError.
+
+    https://iceberg.apache.org/puffin-spec/#deletion-vector-v1-blob-type
+    """
+    size = int.from_bytes(blob[:4], "big")
+    vector = blob[4:-4]
+    if size != len(vector) or vector[:4] != _VECTOR or zlib.crc32(vector) != int.from_bytes(blob[-4:], "big"):
+        raise ValueError("its length, magic number or checksum is wrong")
+    try:
+        bitmap = importlib.import_module("pyroaring").BitMap64.deserialize(vector[4:])
+    except IndexError as error:
+        raise ValueError("it ends too early") from error
+    if len(bitmap) and bitmap.max() >= rows:  # before it is expanded: a few bytes may stand for 2^32 rows
+        raise ValueError(f"it deletes row {bitmap.max()} of {rows} rows")
+    return np.array(bitmap, np.int64)
 
 
 def _newest(remote: RemoteFolder, names: Sequence[str], timeout_s: float) -> str:
@@ -106,7 +154,9 @@ class _Deletes:
     """Deletes of a snapshot, each with its sequence number."""
 
     positions: dict[str, list[tuple[int, Any]]] = field(default_factory=lambda: defaultdict(list))
-    """Deleted rows of position deletes and vectors, by data file."""
+    """Deleted rows of position deletes, by data file."""
+    vectors: dict[str, tuple[int, str, int, int]] = field(default_factory=dict)
+    """Address, offset and size in bytes of each vector, by data file."""
     equal: list[tuple[int, Any]] = field(default_factory=list)
 
 
@@ -180,60 +230,59 @@ class _Table:
     def _file(self, entry: Any, deletes: _Deletes) -> TableFile:
         file, number = entry.data_file, entry.sequence_number or 0
         self._check(file)
-        deleted = np.zeros(file.record_count, np.bool_)
-        for rows in (rows for later, rows in deletes.positions.get(file.file_path, ()) if later >= number):
-            if len(rows) and int(rows.max()) >= len(deleted):
-                raise DatasetError(f"{file.file_path}: the table deletes row {rows.max()} of {len(deleted)} rows")
-            deleted[rows] = True
+        deleted = [rows for later, rows in deletes.positions.get(file.file_path, ()) if later >= number]
+        vector = deletes.vectors.get(file.file_path)
+        if vector and vector[0] >= number:
+            deleted.append(self._vector(*vector[1:], file.record_count))
         constants = self._partition(file)
         equal = [each for later, each in deletes.equal if later > number and self._shares_partition(file, each)]
         if equal:
-            deleted |= self._equal_rows(file, equal, constants)
-        return TableFile(self._name(file.file_path), deleted if deleted.any() else None, constants)
+            deleted.append(self._equal_rows(file, equal, constants))
+        return TableFile(self._name(file.file_path), np.unique(np.concatenate(deleted)) if deleted else None, constants)
 
     def _deletes(self, manifests: Iterable[Any]) -> _Deletes:
         found = _Deletes()
         for manifest in manifests:
-            for entry, (path, offset) in self._delete_entries(manifest):
+            for entry, (path, begin, size) in self._delete_entries(manifest):
                 file, number = entry.data_file, entry.sequence_number or 0
                 self._check(file)
                 if int(file.content) == 2:
                     found.equal.append((number, file))
                 elif file.file_format.name == "PUFFIN":
-                    found.positions[path].append((number, self._vector(file.file_path, offset)))
+                    found.vectors[path] = number, file.file_path, begin, size
                 else:
                     for path, rows in self._positions(file.file_path).items():
                         found.positions[path].append((number, rows))
         return found
 
-    def _delete_entries(self, manifest: Any) -> Iterator[tuple[Any, tuple[str, int]]]:
-        """Yield the live entries of a manifest of deletes, each with the data file and offset of its vector, which
-        `fetch_manifest_entry` of pyiceberg 0.12 leaves out: a file of vectors has some that are no longer valid."""
+    def _delete_entries(self, manifest: Any) -> Iterator[tuple[Any, tuple[str, int, int]]]:
+        """Yield the live entries of a manifest of deletes, each with the data file, offset and size of its vector,
+        which `fetch_manifest_entry` of pyiceberg 0.12 leaves out: a file of vectors has some that are no longer
+        valid."""
         library = importlib.import_module("pyiceberg.manifest")
         avro = importlib.import_module("pyiceberg.avro.file")
         fields = [each.name for each in library.DATA_FILE_TYPE[3].fields]
-        path, offset = fields.index("referenced_data_file"), fields.index("content_offset")
+        place = [fields.index(name) for name in ("referenced_data_file", "content_offset", "content_size_in_bytes")]
         types, enums = {-1: library.ManifestEntry, 2: library.DataFile}, {101: library.FileFormat}
         entries = manifest.fetch_manifest_entry(self, discard_deleted=False)
         schema = library.MANIFEST_ENTRY_SCHEMAS[3]
         with avro.AvroFile(self.new_input(manifest.manifest_path), schema, types, enums) as whole:
             for entry, other in zip(entries, whole, strict=True):
                 if entry.status != library.ManifestEntryStatus.DELETED:
-                    yield entry, (other.data_file[path], other.data_file[offset])
+                    path, begin, size = (other.data_file[field] for field in place)
+                    yield entry, (path, begin, size)
 
-    def _vector(self, location: str, offset: int) -> Any:
-        """Return the deleted rows of the vector at an offset in a file."""
-        puffin = importlib.import_module("pyiceberg.table.puffin")
-        vectors = importlib.import_module("pyiceberg.table.deletion_vector")
-        data = self.read(location)
+    def _vector(self, location: str, begin: int, size: int, rows: int) -> Ints:
+        """Return the deleted rows of a vector. `rows`: number of rows in the data file."""
+        name, until = self._name(location), self._timeout_s
         try:
-            opened = puffin.PuffinFile(data)
-            blobs = [blob for blob in opened.footer.blobs if blob.offset == offset]
-            opened.footer = opened.footer.model_copy(update={"blobs": blobs})
-            [vector] = vectors.deletion_vectors_from_puffin_file(opened)
-            return vector.to_vector().to_numpy()
-        except Exception as error:  # the package's errors have no common base
-            raise DatasetError(f"{location}: the deletion vector cannot be read by pyiceberg: {error}") from error
+            if self._remote.local:
+                data = self.read(location)[begin : begin + size]
+            else:
+                data = self._remote.read_range(name, begin, begin + size, deadline_s=until)
+            return vector_rows(data, rows)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ShardCorruptError(f"{location}: the deletion vector at {begin} is damaged: {error}") from error
 
     def _positions(self, location: str) -> dict[str, Any]:
         """Return the deleted rows by data file, of a file of position deletes."""
@@ -247,13 +296,13 @@ class _Table:
         is_global = not self._metadata.specs()[deletes.spec_id].fields
         return is_global or (file.spec_id == deletes.spec_id and file.partition == deletes.partition)
 
-    def _equal_rows(self, file: Any, deletes: Sequence[Any], constants: Mapping[str, str | None]) -> Bits:
-        """Return which rows of a file equal a row of equality deletes in the columns that these compare."""
+    def _equal_rows(self, file: Any, deletes: Sequence[Any], constants: Mapping[str, str | None]) -> Ints:
+        """Return the rows of a file that equal a row of equality deletes in the columns that these compare."""
         by_columns: dict[tuple[int, ...], list[Any]] = defaultdict(list)
         for each in deletes:
             by_columns[tuple(sorted(each.equality_ids))].append(each)
         known = {column.number: column for column in self._columns}
-        deleted = np.zeros(file.record_count, np.bool_)
+        deleted = []
         for numbers, files in by_columns.items():
             columns = [known[number] for number in numbers if number in known]
             if len(columns) != len(numbers) or not all(isinstance(column.type, str) for column in columns):
@@ -263,8 +312,8 @@ class _Table:
                 )
             own = self._values(file.file_path, columns, constants)
             others = [self._compared(each.file_path, columns) for each in files]
-            deleted |= _equal(own, others)
-        return deleted
+            deleted.append(np.flatnonzero(_equal(own, others)))
+        return np.concatenate(deleted)
 
     def _compared(self, location: str, columns: Sequence[Column]) -> list[Any]:
         """Return the columns of a file of equality deletes, which are kept, because they concern many files."""
@@ -283,7 +332,12 @@ class _Table:
         return found
 
     def _parquet(self, location: str) -> Any:
-        return importlib.import_module("pyarrow.parquet").ParquetFile(io.BytesIO(self.read(location)))
+        data = self.read(location)
+        try:
+            footer = Footer.parse(data[-footer_length(data[-8:], len(data)) :])  # checked before pyarrow reads it
+            return pyarrow_parquet().ParquetFile(io.BytesIO(data), metadata=footer.metadata)
+        except Exception as error:
+            raise ShardCorruptError(f"{location} must be a Parquet file: {error}") from error
 
     def _partition(self, file: Any) -> dict[str, str | None]:
         """Return values of partitions that are those of a column, by its name, for files that lack the column."""

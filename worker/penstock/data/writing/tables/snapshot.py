@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.data.formats.parquet.table_files import Bits
+from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError
 
 FIELD_ID = b"PARQUET:field_id"
@@ -50,8 +50,8 @@ ColumnType = str | ListOf | MapOf | tuple[Column, ...]
 class TableFile:
     name: str
     """Path relative to the table's folder."""
-    deleted: Bits | None = None
-    """True for each deleted row; may end before the file's last row. None if no row is deleted."""
+    deleted: Ints | None = None
+    """Numbers of the deleted rows, ascending; None if no row is deleted."""
     constants: Mapping[str, str | None] = field(default_factory=dict)
     """Name of a column -> text of its one value, if it is not in the file."""
 
