@@ -104,7 +104,9 @@ def test_what_the_daemon_keeps_for_a_runner_is_bounded(cluster: Cluster, log: Pa
     assert held(daemon, "VmHWM") - before < LIMIT
     assert "invalid" not in log.read_text()
     with beside(cluster, DataLoader(usurpers.hoards, 64)):
-        until(lambda: f"at most {LIMIT // 4} bytes" in log.read_text(), what="one that is too large is refused")
+        limit = f"a control message must have at most {LIMIT // 4} bytes"
+        why = f"the runner was killed, because it sent an invalid message: {limit}"
+        until(lambda: why in log.read_text(), what="one that is too large is refused")
     assert held(daemon, "VmHWM") - before < LIMIT
 
 

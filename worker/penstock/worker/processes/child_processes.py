@@ -112,6 +112,8 @@ class Child:
         self._open = True
         self.unwanted = False
         """True once `kill` was called: death by SIGKILL is then no reason to try again."""
+        self.why_killed = ""
+        """End of a sentence, if it was killed for an invalid message."""
         self.sends_descriptors = ""
         """Kind of the only message that may carry descriptors; "" = none."""
         self.most_bytes = MAX_PAYLOAD
@@ -209,6 +211,7 @@ class Child:
                 error,
                 exc_info=traceback,
             )
+            self.why_killed = f"was killed, because it sent an invalid message: {error}"
             self._shut()
             self.kill()
 

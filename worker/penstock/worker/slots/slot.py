@@ -116,7 +116,7 @@ class Slot:
                 if closed is not None:
                     self.fail(detail_of(closed), lost=False)
                 else:
-                    self.lose(how_it_ended(status, slot.progress_page), child.last_stack)
+                    self.lose(child.why_killed or how_it_ended(status, slot.progress_page), child.last_stack)
         except asyncio.CancelledError:
             raise
         except PenstockError as error:
@@ -307,7 +307,7 @@ class Slot:
         slot, page = self.record, self.record.progress_page
         after = hang_s(slot.assignment.loader.options.timeout_s)
         while True:
-            await asyncio.sleep(min(5.0, after / LOOKS))
+            await asyncio.sleep(min(5.0, max(LOOK_S, after / LOOKS)))
             page.refresh()
             now, (activity, for_s) = time.monotonic(), page.activity
             lasts = self._stall.look(now, activity, for_s, page.total)
