@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -159,50 +158,36 @@ def test_verify_reads_what_indexing_read(tmp_path: Path) -> None:
     assert "must be the file that was indexed" in done.output
 
 
-def saved(folder: Path, rows: int, shards: int) -> None:
-    """As save_to_disk of datasets 5.2.0 leaves a folder in which it had written more shards before."""
-    names = [f"data-{n:05}-of-{shards:05}.arrow" for n in range(shards)]
-    folder.mkdir(exist_ok=True)
-    for number, part in enumerate(np.array_split(np.arange(rows), shards)):
-        table = pyarrow.table({"i": part})
-        with pyarrow.ipc.new_stream(folder / names[number], table.schema) as file:
-            file.write_table(table)
-    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": f"{rows:016x}", "_split": None}
-    (folder / "state.json").write_text(json.dumps(state))
-    (folder / "dataset_info.json").write_text("{}")
+SAVED = Path(__file__).parents[1] / "data/saved_datasets"
 
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_dataset_that_is_saved_again_with_fewer_shards(tmp_path: Path, remote: bool) -> None:
-    saved(tmp_path / "a", 1000, 2)
-    address, local = (tmp_path / "a", None)
+    """Files of datasets 5.2.0, which leaves those that it had written before."""
+    folder = tmp_path / "a"
+    shutil.copytree(SAVED / "chosen", folder)
+    address, local = (f"memory://saved-{remote}", tmp_path / "cache") if remote else (str(folder), None)
     bucket = fsspec.filesystem("memory")
-    if remote:
-        bucket.put(f"{tmp_path}/a/", "/saved-again/", recursive=True)
-        address, local = "memory://saved-again", tmp_path / "cache"  # type: ignore[assignment]
+    bucket.put(f"{folder}/", f"/saved-{remote}/", recursive=True)
     index_folder(address)
-    assert len(StreamingDataset(address, local)) == 1000
-    saved(tmp_path / "a", 100, 1)
-    if remote:
-        bucket.put(f"{tmp_path}/a/state.json", "/saved-again/state.json")
-        bucket.put(f"{tmp_path}/a/data-00000-of-00001.arrow", "/saved-again/data-00000-of-00001.arrow")
+    assert len(StreamingDataset(address, local)) == 30
+    shutil.copytree(SAVED / "splits/test", folder, dirs_exist_ok=True)
+    bucket.put(f"{folder}/", f"/saved-{remote}/", recursive=True)
     with pytest.raises(DatasetError, match=r"but the dataset was saved again\..*and drop the saved states"):
         StreamingDataset(address, local)
+    index_folder(address)
+    assert len(StreamingDataset(address, tmp_path / "another" if remote else None)) == 2
     if not remote:
-        index_folder(address)
-        assert len(StreamingDataset(address)) == 100
-        (tmp_path / "a" / "state.json").unlink()
+        (folder / "state.json").unlink()
         with pytest.raises(DatasetError, match=r"state\.json cannot be read"):
             StreamingDataset(address)
 
 
 def test_folder_of_saved_splits_names_them(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        saved(tmp_path / split, 10, 1)
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    index_folder(tmp_path)
+    shutil.copytree(SAVED / "splits", tmp_path / "a")
+    index_folder(tmp_path / "a")
     with pytest.raises(DatasetError, match="Give split, one of its folders that have one: test, train"):
-        StreamingDataset(tmp_path)
+        StreamingDataset(tmp_path / "a")
 
 
 def test_content_goes_into_the_index_and_comes_back(tmp_path: Path) -> None:
