@@ -124,6 +124,8 @@ def test_remote_folders(tmp_path: Path, format: str) -> None:
     fsspec.filesystem("memory").put(f"{folder}/", f"/splits-{format}/", recursive=True)
     index_folder(bucket, out=tmp_path / "out")
     assert [len(files_of(bucket, split, local=tmp_path / "out")) for split in ("train", "test")] == [2, 2]
+    with pytest.raises(ShardUnavailableError, match=r"train/index\.json"):
+        StreamingDataset(bucket, tmp_path / "none", split="train")
     index_folder(bucket)
     for cache in ("one", "one", "two"):
         assert [len(files_of(bucket, split, local=tmp_path / cache)) for split in ("train", "test", "*")] == [2, 2, 4]

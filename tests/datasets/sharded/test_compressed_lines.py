@@ -168,6 +168,12 @@ def test_what_is_not_read_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").unlink()
     with pytest.raises(DatasetError, match=r"a\.tar\.gz must not be compressed.*Decompress it first"):
         index_folder(tmp_path)
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json/a.json").write_text("[]")
+    with pytest.raises(
+        DatasetError, match=r"has \.json files: name those of JSON lines \.jsonl to index them, or read"
+    ):
+        index_folder(tmp_path / "json")
     (tmp_path / "b.csv").write_text("a,b\n1\n")
     opened = opening(LineFile(tmp_path / "b.csv"))
     with pytest.raises(ShardCorruptError, match=r"b\.csv, byte 4: a row must have 2 values, got 1"):

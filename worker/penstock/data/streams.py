@@ -122,9 +122,12 @@ def names_files(stream: Stream) -> bool:
     if known not in _of_files:
         try:
             has_folder = any(remote.exists(f"{stream.split}/{name}", deadline_s=wait_s) for name in (INDEX, OWN_INDEX))
-            own = not has_folder and remote.exists(OWN_INDEX, deadline_s=wait_s)
-            notes = first_notes(lambda size: remote.read(OWN_INDEX, deadline_s=wait_s, first=size)) if own else {}
-            _of_files[known] = SPLITS_NOTE in notes
+            names = [] if has_folder else [OWN_INDEX, INDEX]
+            own = next((name for name in names if remote.exists(name, deadline_s=wait_s)), "")
+            notes = first_notes(lambda size: remote.read(own, deadline_s=wait_s, first=size)) if own else {}
+            if not has_folder and SPLITS_NOTE not in notes:
+                return False  # neither has an index yet
+            _of_files[known] = not has_folder
         except ShardUnavailableError:
             return False  # the index cannot be fetched either, and its error says why
         finally:

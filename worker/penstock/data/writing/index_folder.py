@@ -223,6 +223,11 @@ def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[
             found[name] = [(path.relative_to(root).as_posix(), path) for path in own]
     if len(found) != 1:
         _refuse_packed(root, files, found or INDEXABLE)
+        if not found and any(path.suffix.lower() == ".json" for path in files):
+            raise DatasetError(
+                f"{where} has .json files: name those of JSON lines .jsonl to index them, or read them in sequence, by "
+                "LogicalShards([LineFile(path), ...])"
+            )
         raise DatasetError(
             f"{where} must have files of one format ({', '.join((PARQUET, *INDEXABLE))}), got "
             f"{' and '.join(f'{len(own)} of {name}' for name, own in found.items()) or 'none'}. Pass format, or "
