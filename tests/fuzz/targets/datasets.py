@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import zlib
@@ -44,8 +45,11 @@ def _index_seeds() -> list[bytes]:
     settings = {"column_names": ["a", "day", "new", "n"], "table": kinds}
     file = ShardFile(StoredFile("a.parquet", 9))
     table = Shard("parquet_table", 2, (file,), settings=settings, blocks=(2,), deleted="eJxjBgAABAAE")
+    wider = pyarrow.schema([("n", pyarrow.list_(pyarrow.float64()))]).serialize().to_pybytes()
+    types = {"column_names": ["n"], "types": base64.b64encode(wider).decode()}
+    disagreeing = Shard("arrow", 2, (file,), settings=types)
     indexes = [(MDS / name / INDEX).read_bytes() for name in ("none", "large", "json", "xsv", "csv-packed")]
-    return [*indexes, write_index([table])]
+    return [*indexes, write_index([table]), write_index([disagreeing])]
 
 
 def _unpack(data: bytes) -> None:
