@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST_LINE = 8192
-LINES_PER_S = 200.0
-"""Lines per second logged from one child on average."""
-BURST = 1000
-"""Lines of one child that are logged even if they come faster, such as a long traceback."""
 LOGGED_BYTES_PER_S = 64 << 10
-"""Bytes of lines per second logged from one child on average, with BURST_BYTES that may come faster."""
-BURST_BYTES = 1 << 20
+"""Bytes per second logged from one child on average: 200 short lines."""
+BURST = 1 << 20
+"""Bytes of one child that are logged even if they come faster, such as a long traceback."""
+LINE_BYTES = 300
+"""Bytes that a line counts for beside its text."""
 BYTES_PER_S = 16 << 20
 """Bytes per second read from one child, which blocks if it writes faster."""
 READ_BYTES = 1 << 16
@@ -35,7 +34,6 @@ class OutputLines:
         self._part = b""
         self._cutting = False
         self._credit = float(BURST)
-        self._log_credit = float(BURST_BYTES)
         self._bytes_credit = float(BYTES_PER_S)
         self._at = now
         self._reported_at = now
@@ -45,8 +43,7 @@ class OutputLines:
         """Return the lines to log. data: b"" = end of the output, which ends an unfinished line. now: monotonic
         seconds."""
         passed, self._at = max(0.0, now - self._at), now
-        self._credit = min(BURST, self._credit + passed * LINES_PER_S)
-        self._log_credit = min(BURST_BYTES, self._log_credit + passed * LOGGED_BYTES_PER_S)
+        self._credit = min(BURST, self._credit + passed * LOGGED_BYTES_PER_S)
         self._bytes_credit = min(BYTES_PER_S, self._bytes_credit + passed * BYTES_PER_S) - len(data)
         lines = (self._part + data).split(b"\n")
         self._part = lines.pop()
@@ -58,15 +55,14 @@ class OutputLines:
                 lines.append(self._part)
             self._part, self._cutting = b"", bool(data)
         texts: list[str] = []
-        for line in lines[: int(self._credit)]:
-            if self._log_credit < 0:
+        for line in lines:
+            if self._credit < 0:
                 break
             texts.append(_text(line))
-            self._log_credit -= len(texts[-1].encode("unicode_escape"))  # a log may escape each character
-        self._credit -= len(texts)
+            self._credit -= LINE_BYTES + len(texts[-1].encode("unicode_escape"))  # a log may escape each character
         self.left_out += len(lines) - len(texts)
         if self.left_out and (now - self._reported_at >= REPORT_S or not data):
-            most = f"{LINES_PER_S:g} lines or {LOGGED_BYTES_PER_S >> 10} KiB a second"
+            most = f"{LOGGED_BYTES_PER_S >> 10} KiB a second"
             texts.append(f"... {self.left_out} lines were left out: more than {most} were printed")
             self.left_out, self._reported_at = 0, now
         return texts

@@ -62,13 +62,6 @@ def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, Any]:
     return {"run": a.run, "attempt": a.attempt, "box": a.box, "slot": a.slot, "generation": a.generation}
 
 
-def _refuse_descriptors(message: ControlMessage) -> None:
-    """Raise ProtocolError if a child's message has descriptors: each would cost the daemon one."""
-    if message.fds:
-        close_all(message.fds)
-        raise invalid_message(f"a runner must send no file descriptors with its message {message.kind[:40]!r}")
-
-
 async def _packed(message: ControlMessage) -> tuple[list[bytes], list[int]]:
     """As `packed`, in a thread if the message is large."""
     if len(message.payload) <= MAX_PACKET:
@@ -131,18 +124,11 @@ class Child:
             async with self._sending:
                 parts, memory = await _packed(ControlMessage(kind, fields, payload))
                 with contextlib.suppress(OSError, LaneLostError):
-                    while self._open and not self._sent(parts, fds or [], memory):
+                    while self._open and not self._channel.send_packet(parts, fds or [], memory, wait=False):
                         await asyncio.sleep(LOOK_S)  # no thread waits: user code decides for how long
         finally:
             close_all(memory)
             close_all(fds or [])
-
-    def _sent(self, parts: list[bytes], fds: list[int], memory: list[int]) -> bool:
-        try:
-            self._channel.send_packet(parts, fds, memory, wait=False)
-        except BlockingIOError:
-            return False
-        return True
 
     @property
     def reads_late(self) -> bool:
@@ -180,8 +166,9 @@ class Child:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
 
     def _handle(self, message: ControlMessage) -> None:
-        if message.kind != self.sends_descriptors or not self._open:
-            _refuse_descriptors(message)
+        if message.fds and (message.kind != self.sends_descriptors or not self._open):  # they cost the daemon its own
+            close_all(message.fds)
+            raise invalid_message(f"a runner must send no file descriptors with its message {message.kind[:40]!r}")
         self._on_message(message)
 
     async def drain(self) -> None:

@@ -176,22 +176,23 @@ class ControlChannel:
         finally:
             close_all(memory)
 
-    def send_packet(self, parts: list[bytes], fds: list[int], memory: list[int], wait: bool = True) -> None:
-        """Send what `packed` returned. Raises as `send`, and BlockingIOError if the socket is full, or the peer has not
-        yet read what comes before a large message."""
+    def send_packet(self, parts: list[bytes], fds: list[int], memory: list[int], wait: bool = True) -> bool:
+        """Send what `packed` returned. Return False if `wait` is False, and the socket is full, or the peer has not yet
+        read what comes before a large message. Raises as `send`."""
         try:
             while memory and self.unread:
                 if not wait:
-                    raise BlockingIOError
+                    return False
                 time.sleep(_LOOK_S)
             socket.send_fds(self.sock, parts, fds + memory, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
-            raise
+            return False
         except OSError as error:
             self._check_own()
             if isinstance(error, BrokenPipeError | ConnectionResetError):
                 raise LaneLostError("the process at the other end of the control socket has ended") from error
             raise
+        return True
 
     @property
     def unread(self) -> int:
