@@ -14,6 +14,7 @@ from coroutines import in_loop
 
 from penstock.proto.errors import SupersededError
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
+from penstock.worker.daemon import worker_settings
 from penstock.worker.daemon.daemon import Daemon
 from penstock.worker.daemon.worker_settings import DaemonSettings
 from penstock.worker.slots.slot import Slot
@@ -23,6 +24,15 @@ from penstock.worker.slots.slot_record import DaemonCounters
 def reply(version: int, *generations: int) -> coordinator_pb2.HeartbeatReply:
     assignments = [records_pb2.WorkerAssignment(run="job/0", attempt=1, generation=g) for g in generations]
     return coordinator_pb2.HeartbeatReply(version=version, assignments=assignments)
+
+
+@pytest.mark.parametrize(("slots", "limit", "share"), [(4, 0, 1024), (4, 100, 100), (1024, 0, 32)])
+def test_slots_share_half_of_the_free_memory(
+    slots: int, limit: int, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_settings, "free_memory", lambda: 8 << 30)
+    settings = DaemonSettings("127.0.0.1:1", "token", slots, runner_memory=limit << 20)
+    assert worker_settings.slot_bytes(settings) == share << 20
 
 
 @in_loop
