@@ -28,20 +28,31 @@ COMMITS = 4
 class _Theirs(BatchReader):
     def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
         column = value_column(kind)
-        for part in self.parts(folder):
-            for begin in range(0, part.num_rows, BATCH):
-                batch = part.slice(begin, BATCH)
-                values: Any = batch.column(column)
-                if column == "tokens":
-                    flat = values.flatten().to_numpy(zero_copy_only=False).astype(np.int32)
-                    values = torch.from_numpy(flat.reshape(len(values), -1))
-                else:
-                    values = values.to_pylist()
-                yield {"number": torch.from_numpy(batch.column("number").to_numpy().copy()), column: values}
+        for batch in _batches(self.parts(folder)):
+            values: Any = batch.column(column)
+            if column == "tokens":
+                flat = values.combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(np.int32)
+                values = torch.from_numpy(flat.reshape(len(values), -1))
+            else:
+                values = values.to_pylist()
+            yield {"number": torch.from_numpy(batch.column("number").to_numpy().copy()), column: values}
 
     def parts(self, folder: str) -> Iterator[Any]:
         """Yield the table's record batches."""
         raise NotImplementedError
+
+
+def _batches(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield tables of BATCH rows each; the last may have fewer."""
+    rest: Any = None
+    for part in parts:
+        rows = pyarrow.Table.from_batches([part])
+        rows = rows if rest is None else pyarrow.concat_tables([rest, rows])
+        whole = rows.num_rows // BATCH * BATCH
+        yield from (rows.slice(begin, BATCH) for begin in range(0, whole, BATCH))
+        rest = rows.slice(whole)
+    if rest is not None and rest.num_rows:
+        yield rest
 
 
 class TheirsDelta(_Theirs):
