@@ -119,7 +119,9 @@ async def probe(address: str, workers: int) -> None:
     time.monotonic(), and how long it took. `workers`: number of registered workers, of which one is chosen each
     time."""
     rng = random.Random(1)
-    async with AsyncCoordinatorClient(address, os.environ["PENSTOCK_TOKEN"], deadline_s=PHASE_DEADLINE_S) as client:
+    async with AsyncCoordinatorClient(
+        address, os.environ["PENSTOCK_TOKEN"], deadline_s=PHASE_DEADLINE_S, insecure=True
+    ) as client:
         while True:
             name = f"w{rng.randrange(workers):05d}"
             began = time.monotonic()
@@ -167,7 +169,10 @@ class Fleet:
         await self.start_coordinator("127.0.0.1:0")
         token = os.environ["PENSTOCK_TOKEN"]
         wait = PHASE_DEADLINE_S
-        self._clients = [AsyncCoordinatorClient(self.address, token, deadline_s=wait) for _ in range(self._connections)]
+        self._clients = [
+            AsyncCoordinatorClient(self.address, token, deadline_s=wait, insecure=True)
+            for _ in range(self._connections)
+        ]
         spares = max(2, self._count // 100)
         for number in range(self._count + spares):
             client = self._clients[number % self._connections]
@@ -351,7 +356,7 @@ class Fleet:
     async def status(self) -> dict[str, Any]:
         """Phase: make the calls of the command `penstock status`. Return its figures."""
         took = []
-        client = AsyncCoordinatorClient(self.address, os.environ["PENSTOCK_TOKEN"])
+        client = AsyncCoordinatorClient(self.address, os.environ["PENSTOCK_TOKEN"], insecure=True)
         async with client, self.measured() as found:
             for _ in range(5):
                 began = time.monotonic()
@@ -370,7 +375,9 @@ class Fleet:
         await self._coordinator.wait()
         ready_s = await self.start_coordinator(self.address)
         began = time.monotonic()
-        async with AsyncCoordinatorClient(self.address, os.environ["PENSTOCK_TOKEN"], deadline_s=60) as client:
+        async with AsyncCoordinatorClient(
+            self.address, os.environ["PENSTOCK_TOKEN"], deadline_s=60, insecure=True
+        ) as client:
             live, until = 0, began + 60
             while live < len(self.workers) and time.monotonic() < until:
                 await asyncio.sleep(0.2)
@@ -396,7 +403,7 @@ async def connections(count: int) -> dict[str, Any]:
     async with Fleet(2, 1, 0.0) as fleet:
         token = os.environ["PENSTOCK_TOKEN"]
         before = memory_mib(fleet.pid, "VmRSS")
-        clients = [AsyncCoordinatorClient(fleet.address, token) for _ in range(count)]
+        clients = [AsyncCoordinatorClient(fleet.address, token, insecure=True) for _ in range(count)]
         workers = [FakeWorker(f"w{n:05d}", client, fleet.tally, fleet.payload) for n, client in enumerate(clients)]
         await asyncio.gather(*(worker.start() for worker in workers))
         await asyncio.sleep(2.0)

@@ -159,7 +159,7 @@ def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int, first
     a batch meanwhile, in seconds. `first`: number of batches before the first drain."""
     found: list[float] = []
     with (
-        CoordinatorClient(fleet.address, fleet.token) as client,
+        CoordinatorClient(fleet.address, fleet.token, insecure=True) as client,
         Appliance(
             fleet.address,
             job=f"drained-{lane}-{first}",

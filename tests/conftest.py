@@ -29,6 +29,7 @@ gc.disable()  # until all is imported and collected, see below: it would walk th
 
 for _name in {name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))} - {"PENSTOCK_SIGNALS"}:
     del os.environ[_name]
+os.environ["PENSTOCK_INSECURE"] = "true"  # most clusters of tests are on loopback, with tokens of tests
 os.environ["PENSTOCK_CONFIG"] = os.devnull  # not the settings file that a developer has at home
 # What runs here announces itself in this folder: neither a developer's nor another test process's is found.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="penstock-tests-")

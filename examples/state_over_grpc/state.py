@@ -3,7 +3,7 @@
     pip install grpcio grpcio-tools
     python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. \
         proto/penstock/proto/v1/coordinator.proto proto/penstock/proto/v1/records.proto
-    PENSTOCK_TOKEN=... python state.py 127.0.0.1:7070 myjob/0
+    PENSTOCK_TOKEN=... python state.py unix:/home/me/.local/state/penstock/socket myjob/0
 
 It prints a line of JSON for each worker of each box. With PENSTOCK_TLS_CA, the path of a CA's certificate, it connects
 over TLS.

@@ -117,7 +117,7 @@ def trial(body: Trial, *, token: str = TOKEN, deadline_s: float = 20.0, listen: 
     async def run() -> None:
         async with (
             serving(listen) as (served, servicer),
-            AsyncCoordinatorClient(served.address, token, deadline_s=deadline_s) as client,
+            AsyncCoordinatorClient(served.address, token, deadline_s=deadline_s, insecure=True) as client,
         ):
             await body(served, servicer, client)
 
@@ -134,7 +134,7 @@ def on_server(**options: Any) -> Callable[[Test], Callable[..., None]]:
 
 @on_server()
 async def test_every_error_crosses_with_its_traceback(served: RunningServer, client: AsyncCoordinatorClient) -> None:
-    blocking = CoordinatorClient(served.address, TOKEN)
+    blocking = CoordinatorClient(served.address, TOKEN, insecure=True)
     for name, entry in CATALOGUE.items():
         request = pb.OpenRunRequest(job=name)
         with pytest.raises(entry.error) as caught:
@@ -214,7 +214,7 @@ async def test_health_needs_no_token_and_has_no_watch() -> None:
 @pytest.mark.parametrize("token", ["", "line\nbreak"])
 def test_token_that_fits_no_header_is_refused(token: str) -> None:
     with pytest.raises(InvalidArgumentError, match="one word of 1 to"):
-        CoordinatorClient("127.0.0.1:1", token)
+        CoordinatorClient("127.0.0.1:1", token, insecure=True)
 
 
 # ------------------------------------------------------------------------------------------------------ absent peers
@@ -224,10 +224,13 @@ def test_token_that_fits_no_header_is_refused(token: str) -> None:
 async def test_nobody_there_names_the_address() -> None:
     async with serving() as (served, _):
         address = served.address
-    async with AsyncCoordinatorClient(address, TOKEN) as client:
+    async with AsyncCoordinatorClient(address, TOKEN, insecure=True) as client:
         with pytest.raises(CoordinatorUnavailableError, match=rf"the coordinator at {address} cannot be reached"):
             await client.status()
-    with CoordinatorClient(address, TOKEN) as blocking, pytest.raises(CoordinatorUnavailableError, match=address):
+    with (
+        CoordinatorClient(address, TOKEN, insecure=True) as blocking,
+        pytest.raises(CoordinatorUnavailableError, match=address),
+    ):
         blocking.get_blob("x")
 
 
@@ -239,7 +242,10 @@ async def test_deadline_names_address_call_and_seconds(served: RunningServer, cl
     with pytest.raises(DeadlineError) as caught:
         await client.watch_run(pb.WatchRunRequest(hold_s=0.25))
     assert caught.value.message == expected
-    with CoordinatorClient(served.address, TOKEN, deadline_s=0.25) as blocking, pytest.raises(DeadlineError):
+    with (
+        CoordinatorClient(served.address, TOKEN, deadline_s=0.25, insecure=True) as blocking,
+        pytest.raises(DeadlineError),
+    ):
         await asyncio.to_thread(blocking.watch_run, pb.WatchRunRequest(hold_s=0.25))
 
 
@@ -256,7 +262,7 @@ async def test_own_close_differs_from_lost_peer(
         await client.status()
 
     servicer.held.clear()
-    blocking = CoordinatorClient(served.address, TOKEN)
+    blocking = CoordinatorClient(served.address, TOKEN, insecure=True)
     pending = asyncio.create_task(asyncio.to_thread(blocking.watch_run, pb.WatchRunRequest(hold_s=60)))
     await asyncio.to_thread(servicer.held.wait, 10)
     blocking.close()
@@ -271,7 +277,7 @@ def test_end_with_lost_peers_prints_no_traceback(capfd: pytest.CaptureFixture[st
 
     async def run(turns: int) -> None:
         async with serving() as (served, servicer):
-            client = AsyncCoordinatorClient(served.address, TOKEN)
+            client = AsyncCoordinatorClient(served.address, TOKEN, insecure=True)
             servicer.turns_to_end = turns
             call = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=30)))
             await asyncio.to_thread(servicer.held.wait, 20)
@@ -288,7 +294,7 @@ def test_end_with_lost_peers_prints_no_traceback(capfd: pytest.CaptureFixture[st
 @in_loop
 async def test_call_unknown_to_old_coordinator_is_named() -> None:
     served = await server_aio("127.0.0.1:0", TOKEN, lambda server: None)
-    async with AsyncCoordinatorClient(served.address, TOKEN) as client:
+    async with AsyncCoordinatorClient(served.address, TOKEN, insecure=True) as client:
         with pytest.raises(VersionSkewError, match=f"does not know the call Status, which Penstock {VERSION} makes"):
             await client.status()
     await served.stop(0)
@@ -299,7 +305,7 @@ async def test_call_unknown_to_old_coordinator_is_named() -> None:
 
 @on_server()
 async def test_large_loader_arguments_become_a_blob(served: RunningServer) -> None:
-    with CoordinatorClient(served.address, TOKEN) as blocking:
+    with CoordinatorClient(served.address, TOKEN, insecure=True) as blocking:
         request = pb.OpenRunRequest()
         request.loader.arguments = b"a" * 5_000_000
         assert (await asyncio.to_thread(blocking.open_run, request)).run == blob_name(request.loader.arguments)

@@ -40,7 +40,10 @@ def read(state: FetchedState) -> list[object]:
 
 def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
     async def first() -> FetchedState:
-        async with coordinator(tmp_path, LIMITS) as address, AsyncCoordinatorClient(address, TOKEN) as client:
+        async with (
+            coordinator(tmp_path, LIMITS) as address,
+            AsyncCoordinatorClient(address, TOKEN, insecure=True) as client,
+        ):
             async with daemon(address, say=user_state):
                 await client.open_run(opening())
                 await until_ready(client)
@@ -60,7 +63,7 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
 
     async def again(state: FetchedState) -> None:
         """Another process of the coordinator, on the same directory."""
-        async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:
+        async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN, insecure=True) as client:
             assert await client.fetch_state(newest(attempt=1)) == state
             assert (await client.status()).runs[0].kept_step == 5
             with pytest.raises(StateUnavailableError, match="step must be 5 for run job/0, which has ended, got 3"):
@@ -74,7 +77,7 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
         """Refuse a run without a fetched state, and states too large for JSON."""
         async with (
             coordinator() as address,
-            AsyncCoordinatorClient(address, TOKEN) as client,
+            AsyncCoordinatorClient(address, TOKEN, insecure=True) as client,
             daemon(address, say=user_state),
         ):
             await client.open_run(opening())

@@ -89,7 +89,7 @@ def test_states_are_saved_and_runs_opened_meanwhile(disk: Path) -> None:
     async def run() -> None:
         async with (
             coordinator(disk / "state") as address,
-            AsyncCoordinatorClient(address, TOKEN) as client,
+            AsyncCoordinatorClient(address, TOKEN, insecure=True) as client,
             daemon(address),
         ):
             await client.open_run(opening())
@@ -113,7 +113,10 @@ def test_without_a_reserve_the_error_is_logged_once_and_heals(disk: Path, caplog
 
     async def run() -> None:
         ballast = fill(disk, 3 * MIB)
-        async with coordinator(disk / "state", Limits()) as address, AsyncCoordinatorClient(address, TOKEN) as client:
+        async with (
+            coordinator(disk / "state", Limits()) as address,
+            AsyncCoordinatorClient(address, TOKEN, insecure=True) as client,
+        ):
             rest = fill(disk)
             with pytest.raises(JournalError, match="cannot be written"):
                 await open_many(client)

@@ -72,7 +72,7 @@ async def printed(program: Program, address: str, token: str = TOKEN) -> tuple[l
 @in_loop
 async def test_a_program_without_penstock_reads_states(program: Callable[[Path], Program], tmp_path: Path) -> None:
     made = program(tmp_path)
-    async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
+    async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN, insecure=True) as client:
         async with daemon(address, say=user_state):
             await client.open_run(opening())
             await until_ready(client)

@@ -37,7 +37,7 @@ def test_a_signal_ends_it_and_answers_long_polls() -> None:
     replies: list[pb.WatchRunReply] = []
     opening = pb.OpenRunRequest(job="job", num_boxes=1, num_workers_per_box=1, client_id="c", host_id="host-a")
     opening.loader.input_fn = "m:f"
-    with CoordinatorClient(address, TOKEN) as client:
+    with CoordinatorClient(address, TOKEN, insecure=True) as client:
         client.open_run(opening)
         watch = pb.WatchRunRequest(run="job/0", attempt=1, client_id="c", hold_s=30)
         watch.seen_version = client.watch_run(watch).version
@@ -72,7 +72,7 @@ def test_coordinator_ends_with_its_parent() -> None:
     ) as process:
         assert process.stdout is not None
         pid, address = process.stdout.readline().split()
-        with CoordinatorClient(address, TOKEN) as client:
+        with CoordinatorClient(address, TOKEN, insecure=True) as client:
             assert client.status().version
         watch = os.pidfd_open(int(pid))
         process.kill()

@@ -104,7 +104,7 @@ async def test_a_run_comes_up_and_long_polls_wake(client: AsyncCoordinatorClient
 async def test_a_dead_box_is_known_by_its_connection(client: AsyncCoordinatorClient, address: str) -> None:
     """Ranks that are started again come long before the leases of the dead ones end."""
     ranks: dict[str, Any] = {"num_boxes": 2, "attempt_key": "one launcher's", "process_age_s": 0.01}
-    async with AsyncCoordinatorClient(address, TOKEN) as dying:
+    async with AsyncCoordinatorClient(address, TOKEN, insecure=True) as dying:
         await dying.open_run(opening(client_id="c0", **ranks))
         seen = (await dying.watch_run(watching())).version
         held = asyncio.create_task(dying.watch_run(watching(seen_version=seen, hold_s=60)))
@@ -285,7 +285,7 @@ async def test_blobs_are_kept_by_content(client: AsyncCoordinatorClient, address
     name = await client.put_blob(data, "job/0")
     assert name == blob_name(data) == await client.put_blob(data)
     assert await client.get_blob(name) == data
-    with CoordinatorClient(address, TOKEN) as blocking:
+    with CoordinatorClient(address, TOKEN, insecure=True) as blocking:
         assert await asyncio.to_thread(blocking.put_blob, b"") == blob_name(b"")
         assert await asyncio.to_thread(blocking.get_blob, name) == data
     with pytest.raises(StateUnavailableError, match="does not have the value 'nothing'"):
@@ -308,7 +308,7 @@ async def test_all_ranks_share_one_state_query(client: AsyncCoordinatorClient, a
     async with daemon(address, "w1", large, slots=2) as one, daemon(address, "w2", large, slots=2) as two:
         for box in (0, 1):
             await client.open_run(opening(box, num_boxes=2))
-        with CoordinatorClient(address, TOKEN) as blocking:
+        with CoordinatorClient(address, TOKEN, insecure=True) as blocking:
             states = await asyncio.gather(
                 client.fetch_state(asking(0, 5)),
                 client.fetch_state(asking(1, 5)),

@@ -171,7 +171,7 @@ def test_late_connection_loss_costs_nothing(
 
         state_machine.workers.worker_hold = counted  # type: ignore[method-assign]
         beat = pb.HeartbeatRequest(worker="w", session="s", seen_version=worker.version, hold_s=LONG_S)
-        async with AsyncCoordinatorClient(address, TOKEN) as again:
+        async with AsyncCoordinatorClient(address, TOKEN, insecure=True) as again:
             before = asyncio.create_task(client.heartbeat(beat))
             await until(lambda: held == 1)
             after = asyncio.create_task(again.heartbeat(beat))

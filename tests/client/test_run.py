@@ -18,7 +18,7 @@ class FakeLink:
     host, force_tcp, compression, embedded = "here", False, None, True
 
     def client(self) -> Any:
-        return CoordinatorClient("127.0.0.1:1", "token")  # it is never called
+        return CoordinatorClient("127.0.0.1:1", "token", insecure=True)  # it is never called
 
 
 @pytest.fixture

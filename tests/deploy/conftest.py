@@ -83,6 +83,7 @@ class Shell:
         self.environment = {**kept, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN, "PYTHONWARNINGS": WARNINGS}
         self.environment["PENSTOCK_COORDINATOR_HTTP"] = "off"  # one port for the coordinators of all tests
         self.environment["PENSTOCK_CONFIG"] = os.devnull  # not what a developer has at home
+        self.environment["PENSTOCK_INSECURE"] = "true"  # most of them listen on loopback
 
     def run(self, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str | None) -> Finished:
         """Run the installed program to its end. A variable that is None is removed. For what is a question of how the

@@ -17,6 +17,7 @@ from penstock.deploy.console.settings import (
     WorkerSettings,
     describe,
     resolve,
+    state_home,
 )
 from penstock.proto.errors import InvalidArgumentError
 
@@ -55,7 +56,7 @@ def test_flag_beats_variable_beats_file(written: Path, monkeypatch: pytest.Monke
     written.unlink()
     monkeypatch.delenv("PENSTOCK_COORDINATOR")
     monkeypatch.setenv("PENSTOCK_CONFIG", "")
-    assert resolve(PeerSettings).coordinator == "127.0.0.1:7070"
+    assert resolve(PeerSettings).coordinator == f"unix:{state_home()}/socket"
 
 
 def test_paths_in_a_file_are_relative_to_it(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +141,12 @@ def test_the_commands_take_the_file(shell: Any) -> None:
     assert "did you mean worker?" in json.loads(done.error)["error"]["message"]
 
 
-@pytest.mark.parametrize("line", ["slots = true", 'slots = "8"', "insecure = 1"])
+@pytest.mark.parametrize("line", ["slots = true", 'slots = "8"', "no_sandbox = 1"])
 def test_a_value_of_another_type_is_not_taken(written: Path, line: str) -> None:
     written.write_text(f'[worker]\nallow = "x"\n{line}\n' + ("" if "slots" in line else "slots = 2\n"))
     with pytest.raises(InvalidArgumentError, match=rf"{written}: .* it should be a valid "):
         resolve(WorkerSettings)
-    written.write_text('[worker]\nallow = "x"\nslots = 2\ndrain = 3\ninsecure = true\n')
+    written.write_text('[worker]\nallow = "x"\nslots = 2\ndrain = 3\nno_sandbox = true\n')
     assert resolve(WorkerSettings).drain == 3.0  # an integer is a number of seconds too
 
 
@@ -190,4 +191,4 @@ def test_a_bad_variable_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None
 def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_7070_TCP", "PORT_7070_TCP_ADDR"):
         monkeypatch.setenv(f"PENSTOCK_COORDINATOR_{name}", "tcp://10.0.0.1:7070")
-    assert resolve(CoordinatorSettings, state_dir="x").listen == "127.0.0.1:7070"
+    assert resolve(CoordinatorSettings, state_dir="x").listen == f"unix:{state_home()}/socket"

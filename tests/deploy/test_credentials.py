@@ -60,7 +60,13 @@ def network() -> Iterator[Network]:
 
 def test_other_machine_needs_one_file(network: Network, shell: Any, tmp_path: Path) -> None:
     """It runs what `penstock up` prints, in a folder with only the files of the roles; they stay valid after `down`."""
-    environment = shell.env({"PENSTOCK_TOKEN": None, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    environment = shell.env(
+        {
+            "PENSTOCK_TOKEN": None,
+            "PENSTOCK_INSECURE": None,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+    )
     node = tmp_path / "node"
     node.mkdir()
     (node / "train.py").write_text(TRAIN)
@@ -140,7 +146,7 @@ def folder(shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setenv("PENSTOCK_CONFIG", os.devnull)
     folder = FleetFolder(tmp_path / "fleet")
     command = [sys.executable, "-c", SUPERVISE, plan_of(folder).model_dump_json(), str(folder.path)]
-    environment = shell.env({"PENSTOCK_TOKEN": None})
+    environment = shell.env({"PENSTOCK_TOKEN": None, "PENSTOCK_INSECURE": None})
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"

@@ -27,7 +27,7 @@ def test_coordinator_makes_a_private_hidden_token(shell: Any, tmp_path: Path) ->
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(token) > 30
     assert (tmp_path / "ready").read_text() == f"{started.line}\n"
-    with CoordinatorClient(started.line, token) as client:
+    with CoordinatorClient(started.line, token, insecure=True) as client:
         client.status()
     given = {"PENSTOCK_TOKEN": None, "PENSTOCK_TOKEN_FILE": str(file), "PENSTOCK_COORDINATOR": started.line}
     assert shell.call("status", **given).returncode == 0
@@ -40,7 +40,7 @@ def test_coordinator_makes_a_private_hidden_token(shell: Any, tmp_path: Path) ->
     assert token not in log
     again = shell.start("coordinator", *LOCAL, "--state-dir", "state", PENSTOCK_TOKEN=None)
     assert file.read_text().strip() == token
-    with CoordinatorClient(again.line, token) as client:
+    with CoordinatorClient(again.line, token, insecure=True) as client:
         client.status()
 
 
@@ -71,7 +71,7 @@ def test_port_taken(shell: Any) -> None:
 
 @pytest.mark.parametrize("arguments", [("coordinator", "--state-dir", "state"), ("worker", "--slots=1", "--allow=x")])
 def test_an_unsafe_bind_is_refused(shell: Any, arguments: tuple[str, ...]) -> None:
-    done = shell.call(*arguments, "--listen", "192.0.2.1:0")
+    done = shell.call(*arguments, "--listen", "192.0.2.1:0", PENSTOCK_INSECURE=None)
     assert done.returncode == 16
     assert "192.0.2.1:0 can be reached from other machines" in done.error
     assert "--insecure" in done.error
@@ -146,7 +146,7 @@ def test_default_dashboard_port_is_a_free_one(shell: Any) -> None:
 
 
 def test_reachable_dashboard_requires_the_token(shell: Any) -> None:
-    done = shell.call("coordinator", *LOCAL, "--state-dir", "state", "--http", "0.0.0.0:0")
+    done = shell.call("coordinator", *LOCAL, "--state-dir", "state", "--http", "0.0.0.0:0", PENSTOCK_INSECURE=None)
     assert done.returncode == 16
     started = shell.start("coordinator", *LOCAL, "--state-dir", "state", "--http", "0.0.0.0:0", "--insecure")
     url = f"http://127.0.0.1:{dashboard(started).rpartition(':')[2]}/api/status.json"

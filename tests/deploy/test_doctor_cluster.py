@@ -41,7 +41,7 @@ def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
         from penstock.proto.rpc.calls import AsyncCoordinatorClient
 
         address, token = cluster.environment["PENSTOCK_COORDINATOR"], cluster.environment["PENSTOCK_TOKEN"]
-        async with AsyncCoordinatorClient(address, token) as client:
+        async with AsyncCoordinatorClient(address, token, insecure=True) as client:
             await client.register(
                 pb.RegisterWorkerRequest(
                     version="0.0.1", worker="far", session="s", host_id="elsewhere", slots=4, tcp_address="127.0.0.1:1"

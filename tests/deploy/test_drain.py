@@ -66,7 +66,7 @@ def test_slot_without_free_capacity_ends_the_wait(coordinator: Any, worker: str)
 @pytest.mark.usefixtures("holding")
 def test_waiting_drain_does_not_overrule_undrain(coordinator: Any, worker: str) -> None:
     waiting = coordinator.begin("worker", "drain", worker, "--timeout", "60")
-    with CoordinatorClient(coordinator.environment["PENSTOCK_COORDINATOR"], TOKEN) as client:
+    with CoordinatorClient(coordinator.environment["PENSTOCK_COORDINATOR"], TOKEN, insecure=True) as client:
         until(lambda: client.status().workers[0].draining)
         client.drain(worker, undo=True)
         assert waiting.process.wait(60) == 18
@@ -97,5 +97,5 @@ def test_a_drain_ordered_while_the_coordinator_restarts(coordinator: Any, worker
     assert ordered.process.poll() is None
     coordinator.start("coordinator", "--listen", address, "--state-dir", "state")
     assert ordered.process.wait(60) == 0, ordered.log.read_text()
-    with CoordinatorClient(address, TOKEN) as client:
+    with CoordinatorClient(address, TOKEN, insecure=True) as client:
         assert client.status().workers[0].draining

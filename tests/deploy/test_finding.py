@@ -19,6 +19,7 @@ import streams
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.deploy.console.peer import Peer
+from penstock.deploy.console.settings import state_home
 from penstock.deploy.engines.engine import Fleet
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.operations.show_dashboard import show_dashboard
@@ -112,7 +113,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_settings")
 def test_named_coordinator_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Peer().address == "127.0.0.1:7070"
+    assert Peer().address == f"unix:{state_home()}/socket"
     announce(one())
     assert Peer().address == "unix:/x/lm"
     assert Peer(coordinator="head:1").address == "head:1"
@@ -170,7 +171,7 @@ def test_fleet_of_up_is_found(tmp_path: Path) -> None:
             dir=str(folder.path),
             coordinator="127.0.0.1:1",
             token_file="/x/token",
-            tls={"tls_ca": "/ca", "tls_key": "/key"},
+            tls={"tls_ca": "/ca"},
             supervisor=Identity.of(os.getpid()),
         )
     )
@@ -214,7 +215,7 @@ def test_embedded_run_is_found_without_settings(training: Any, shell: Any, runti
     text = next(runtime.iterdir()).read_text()
     secret = Path(announcement.token_file).read_text().strip().removeprefix("admin:")
     assert secret not in text
-    with CoordinatorClient(announcement.address, secret) as client, pytest.raises(NotPermittedError):
+    with CoordinatorClient(announcement.address, secret, insecure=True) as client, pytest.raises(NotPermittedError):
         client.open_run(pb.OpenRunRequest())  # the token is an operator's, and runs no code
     assert shell.call("run", "close", "lm", **own).stdout == "run lm/0 is closed: attempt 1 was ended\n"
     with pytest.raises(SupersededError, match="was ended by an operator"):

@@ -83,8 +83,6 @@ def test_job_script_runs_and_ends_daemons(shell: Any, tmp_path: Path) -> None:
             "PENSTOCK_TOKEN": None,
             "PENSTOCK_STATE_DIR": str(tmp_path / "my cluster state"),
             "PENSTOCK_WORKER_ALLOW": "streams",
-            "PENSTOCK_COORDINATOR_INSECURE": "true",
-            "PENSTOCK_WORKER_INSECURE": "true",
         }
     )
     with (tmp_path / "log").open("wb") as log:

@@ -130,7 +130,7 @@ def cluster(module_shell: Any) -> Cluster:
         "coordinator": first.url("dashboard at"),
         "worker": second.url("metrics at"),
     }
-    with CoordinatorClient(first.line, "not-the-token") as stranger, pytest.raises(AuthenticationError):
+    with CoordinatorClient(first.line, "not-the-token", insecure=True) as stranger, pytest.raises(AuthenticationError):
         stranger.status()
     scrapes: dict[Process, Scrape] = {}
     run_job(shell, scrapes, urls)

@@ -9,6 +9,8 @@ import resource
 import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,7 +28,7 @@ from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import FleetKeeper
 from penstock.runtime.process.identity import Identity
 
-UP = ("up", "--detach", "--listen", "127.0.0.1:0", "--slots", "1", "--allow", "streams", "--dir", "fleet")
+UP = ("up", "--detach", "--slots", "1", "--allow", "streams", "--dir", "fleet")
 
 
 class Fleet:
@@ -94,13 +96,37 @@ def test_fleet_answers_and_its_folder_is_private(fleet: Fleet) -> None:
     assert stat.S_IMODE(fleet.folder.token.stat().st_mode) == 0o600
     assert stat.S_IMODE(fleet.folder.path.stat().st_mode) == 0o700
     for path in [*fleet.folder.path.iterdir(), *fleet.folder.logs.iterdir()]:
-        assert path.is_dir() or stat.S_IMODE(path.stat().st_mode) == 0o600, path
+        assert path.is_dir() or path.is_socket() or stat.S_IMODE(path.stat().st_mode) == 0o600, path
     token = fleet.folder.token.read_text().strip()
     for identity in fleet.processes().values():
         assert identity is not None
         assert token not in Path(f"/proc/{identity.pid}/cmdline").read_text()
     for log in fleet.folder.logs.iterdir():
         assert token not in log.read_text()
+
+
+JOB = """
+import streams
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+
+if __name__ == "__main__":
+    with Appliance(job="contained", num_workers_per_box=1, seed=5, box=0, num_boxes=1) as appliance:
+        print(len(list(DataExecutor(DataLoader(streams.counter, 6), appliance=appliance))))
+"""
+
+
+def test_a_container_takes_part_through_the_folder(fleet: Fleet) -> None:
+    """It has a network of its own, without a way out: calls and batches pass the sockets in the fleet's folder."""
+    script = fleet.shell.folder / "job.py"
+    script.write_text(JOB)
+    where = {"PENSTOCK_COORDINATOR": fleet.record().coordinator, "PENSTOCK_TOKEN_FILE": str(fleet.folder.token)}
+    environment = {**fleet.shell.env(where), "PENSTOCK_TOKEN": "", "PENSTOCK_INSECURE": ""}
+    command = ["unshare", "--net", sys.executable, str(script)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    if "unshare" in run.stderr.partition("\n")[0]:
+        pytest.skip(f"a network of its own needs unshare(1): {run.stderr}")
+    assert (run.returncode, run.stdout) == (0, "6\n"), run.stderr
 
 
 def test_second_fleet_in_a_folder_is_refused(fleet: Fleet) -> None:

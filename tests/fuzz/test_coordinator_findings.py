@@ -27,7 +27,7 @@ HUGE = (1 << 64) - 1
 @in_loop
 async def test_invalid_seconds_are_refused_at_no_cost() -> None:
     """A hold of NaN seconds was a loop without a pause."""
-    async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
+    async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN, insecure=True) as client:
         opening = pb.OpenRunRequest(job="job", client_id="c", num_boxes=1, num_workers_per_box=1)
         opening.loader.input_fn = "m:f"
         await client.open_run(opening)
@@ -55,7 +55,7 @@ async def test_invalid_seconds_are_refused_at_no_cost() -> None:
 
 @in_loop
 async def test_snapshot_with_too_large_numbers_refused() -> None:
-    async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
+    async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN, insecure=True) as client:
         for name in ("total", "epoch", "delivered", "samples", "step"):
             header = pb.SnapshotHeader(run="job/0", attempt=1, generation=1)
             setattr(header, name, HUGE)

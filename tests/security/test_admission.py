@@ -66,14 +66,14 @@ def test_retry_time_travels_and_is_honoured() -> None:
     request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
 
     async def run() -> None:
-        async with coordinator() as address, AsyncCoordinatorClient(address, "token") as client:
+        async with coordinator() as address, AsyncCoordinatorClient(address, "token", insecure=True) as client:
             await client.register(request)
             with pytest.raises(OverloadedError, match=r"RegisterWorker calls a second from 127\.0\.0\.1") as caught:
                 await client.register(request)
             assert 0.0 < caught.value.retry_after_s <= 2.5
             await asyncio.sleep(caught.value.retry_after_s)
             await client.register(request)
-            with CoordinatorClient(address, "token") as blocking, pytest.raises(OverloadedError):
+            with CoordinatorClient(address, "token", insecure=True) as blocking, pytest.raises(OverloadedError):
                 await asyncio.to_thread(blocking.open_run, pb.OpenRunRequest())
             begun = time.monotonic()
             await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))  # is never held up

@@ -56,7 +56,7 @@ def test_a_box_holds_few_watches() -> None:
     async def run() -> None:
         async with (
             coordinator(limits=Limits(), tokens=TOKENS) as address,
-            AsyncCoordinatorClient(address, "a-token-of-one") as client,
+            AsyncCoordinatorClient(address, "a-token-of-one", insecure=True) as client,
         ):
             reply = await client.open_run(opening())
             watch = pb.WatchRunRequest(run=reply.run, attempt=1, box=0, client_id="c", hold_s=60)
@@ -145,7 +145,7 @@ def test_a_reader_that_takes_nothing_is_ended() -> None:
     async def run() -> None:
         async with (
             coordinator(limits=Limits(), tokens=TOKENS) as address,
-            AsyncCoordinatorClient(address, "a-token-of-workers") as client,
+            AsyncCoordinatorClient(address, "a-token-of-workers", insecure=True) as client,
             connect_aio(address) as bare,
         ):
             data = b"x" * (24 * MIB)

@@ -56,7 +56,10 @@ def test_silent_connections_stop_nobody(tmp_path: Path, hello: bytes) -> None:
     all that make no call within 10 s."""
     with coordinator(tmp_path) as address, ExitStack() as held:
         host, _, port = address.rpartition(":")
-        with CoordinatorClient(address, TOKEN) as there, CoordinatorClient(address, TOKEN) as comes:
+        with (
+            CoordinatorClient(address, TOKEN, insecure=True) as there,
+            CoordinatorClient(address, TOKEN, insecure=True) as comes,
+        ):
             assert there.status().version
             for _ in range(FILES):
                 peer = held.enter_context(socket.create_connection((host, int(port)), timeout=20))

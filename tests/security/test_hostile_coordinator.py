@@ -47,8 +47,8 @@ async def sending(part: Any) -> AsyncIterator[tuple[AsyncCoordinatorClient, Coor
         add_CoordinatorServicer_to_server(Endless(part), server)  # type: ignore[abstract]
 
     served = await server_aio("127.0.0.1:0", SECRET, register)
-    blocking = CoordinatorClient(served.address, SECRET)
-    async with AsyncCoordinatorClient(served.address, SECRET) as client:
+    blocking = CoordinatorClient(served.address, SECRET, insecure=True)
+    async with AsyncCoordinatorClient(served.address, SECRET, insecure=True) as client:
         yield client, blocking
     blocking.close()
     await served.stop(0)
@@ -150,7 +150,7 @@ def test_a_wait_for_a_silent_coordinator_ends(monkeypatch: pytest.MonkeyPatch) -
             SECRET,
             lambda server: add_CoordinatorServicer_to_server(Silent(), server),  # type: ignore[abstract]
         )
-        client = CoordinatorClient(served.address, SECRET)
+        client = CoordinatorClient(served.address, SECRET, insecure=True)
         with pytest.raises(DeadlineError, match="did not answer FetchState within 1 s"):
             await asyncio.to_thread(client.fetch_state, pb.FetchStateRequest(run="job/0", deadline_s=1))
         opening = asyncio.ensure_future(asyncio.to_thread(client.open_run, pb.OpenRunRequest(job="job")))

@@ -65,11 +65,11 @@ def test_tokens_are_rotated_and_taken_away(
     async def run() -> None:
         async with (
             answering(socket_address, read_tokens(all_of_them)),
-            AsyncCoordinatorClient(socket_address, OLD) as old,
-            AsyncCoordinatorClient(socket_address, NEW) as new,
-            AsyncCoordinatorClient(socket_address, read_token("admin", file=of_one)) as follows,
+            AsyncCoordinatorClient(socket_address, OLD, insecure=True) as old,
+            AsyncCoordinatorClient(socket_address, NEW, insecure=True) as new,
+            AsyncCoordinatorClient(socket_address, read_token("admin", file=of_one), insecure=True) as follows,
         ):
-            with CoordinatorClient(socket_address, read_token("admin", file=of_one)) as blocking:
+            with CoordinatorClient(socket_address, read_token("admin", file=of_one), insecure=True) as blocking:
                 assert await let_in(old)
                 assert await let_in(follows)
                 assert await refused(new)

@@ -37,7 +37,7 @@ def plain(start_once: Starter) -> str:
 
 
 def ask(address: str, tls: Tls | None) -> None:
-    with CoordinatorClient(address, SECRETS["admin"], tls=tls) as client:
+    with CoordinatorClient(address, SECRETS["admin"], tls=tls, insecure=True) as client:
         client.status()
 
 
@@ -45,7 +45,7 @@ def errors_of(address: str, tls: Tls | None) -> list[PenstockError]:
     """Return the errors of both kinds of clients; assert that they come quickly."""
 
     async def register() -> None:
-        async with AsyncCoordinatorClient(address, SECRETS["worker"], tls=tls) as client:
+        async with AsyncCoordinatorClient(address, SECRETS["worker"], tls=tls, insecure=True) as client:
             await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
 
     found = []

@@ -5,37 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import hashlib
 import importlib
 import os
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from tests.security.conftest import SECRETS, Starter, answering
+from tests.security.conftest import SECRETS, Starter
 
+from penstock.client import Appliance
 from penstock.proto.errors import (
     AuthenticationError,
-    CoordinatorUnavailableError,
     InvalidArgumentError,
     NotPermittedError,
-    SupersededError,
+    TlsError,
 )
+from penstock.proto.rpc.auth_interceptor import SERVICE
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import connect_aio
 from penstock.proto.rpc.credentials.roles import METHODS, ROLES, Role
-from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY
 from penstock.proto.rpc.credentials.tokens import Tokens, read_token, read_tokens
-from penstock.proto.rpc.wire_errors import abort
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.process.memory_secrecy import keep_memory_private
 
+PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 TEXT = "client:c-token\nworker:w-token\n\n admin:a-token \n"
 
 
@@ -263,7 +263,7 @@ CALLS: dict[Role, Callable[[AsyncCoordinatorClient], Awaitable[object]]] = {
 @pytest.mark.parametrize("role", CALLS)
 def test_a_role_may_make_its_calls_and_no_other(address: str, role: Role) -> None:
     async def run() -> None:
-        async with AsyncCoordinatorClient(address, SECRETS[role]) as client:
+        async with AsyncCoordinatorClient(address, SECRETS[role], insecure=True) as client:
             for of, call in CALLS.items():
                 if of == role:
                     with contextlib.suppress(InvalidArgumentError):
@@ -275,134 +275,38 @@ def test_a_role_may_make_its_calls_and_no_other(address: str, role: Role) -> Non
     asyncio.run(run())
 
 
-class Impostor(grpc.GenericRpcHandler):
-    """Answers every call as a coordinator would, and keeps what it was shown."""
-
-    def __init__(self, challenges: bool, refuses: bool) -> None:
-        self.heard: list[str] = []
-        self._challenges, self._refuses = challenges, refuses
-
-    def service(self, details: Any) -> Any:
-        shown = dict(details.invocation_metadata)
-        self.heard += [f"{key}: {value!r}" for key, value in shown.items()]
-
-        async def answer(_: Any, context: Any) -> Any:
-            if self._challenges and " " not in shown["authorization"]:
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "", ((CHALLENGE_KEY, "0" * 32),))
-            # All that one can who does not know the token: say back what it was told.
-            context.set_trailing_metadata(((PROOF_KEY, shown["authorization"].rpartition(" ")[2]),))
-            if self._refuses:
-                await abort(context, SupersededError("you are over"))
-            if details.method.endswith("GetBlob"):
-                yield pb.BlobPart(data=b"evil").SerializeToString()
-            else:
-                yield b""
-
-        return grpc.stream_stream_rpc_method_handler(answer)
-
-
-@pytest.mark.parametrize(
-    ("challenges", "refuses", "met_before"), [(False, False, False), (True, False, True), (True, True, True)]
-)
-def test_impostor_gets_no_token_and_no_trust(
-    socket_address: str, challenges: bool, refuses: bool, met_before: bool
-) -> None:
-    """Trust no process that has taken the coordinator's place while it was down; callers of the true one wait for
-    it."""
-    wanted = CoordinatorUnavailableError if met_before else AuthenticationError
-    name = hashlib.sha256(b"evil").hexdigest()
-
-    async def run() -> None:
-        impostor = Impostor(challenges, refuses)
-        async with AsyncCoordinatorClient(socket_address, SECRET) as client:
-            blocking = CoordinatorClient(socket_address, SECRET)
-            if met_before:
-                async with answering(socket_address, SECRET):
-                    await client.status()
-                    await asyncio.to_thread(blocking.status)
-            calls: list[Callable[[], Awaitable[Any]]] = [
-                client.status,
-                lambda: client.get_blob(name),
-                lambda: client.put_blob(b"x"),
-                lambda: asyncio.to_thread(blocking.status),
-                lambda: asyncio.to_thread(blocking.get_blob, name),
-                lambda: asyncio.to_thread(blocking.put_blob, b"x"),
-            ]
-            async with in_its_place(socket_address, impostor):
-                for call in calls:
-                    with pytest.raises(wanted, match="does not prove that it has the token"):
-                        await reached(call)
-            async with answering(socket_address, SECRET):
-                for upload in (calls[2], calls[5]):
-                    await reached(upload)  # with what only this start of it takes
-            blocking.close()
-        assert len(impostor.heard) >= len(calls)
-        assert SECRET not in "".join(impostor.heard)
-
-    asyncio.run(run())
-
-
 SECRET = "s" * 64
 
 
-async def reached(call: Callable[[], Awaitable[Any]]) -> Any:
-    """The call's end with a process that listens: of one that has gone the client may not have heard yet."""
-    while True:
-        try:
-            return await call()
-        except CoordinatorUnavailableError as error:
-            if "cannot be reached" not in error.message:
-                raise
-        await asyncio.sleep(0.01)
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1", "[::1]:1", "10.0.0.7:1"])
+def test_no_token_is_sent_in_clear_text(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine neither: another process may listen after the coordinator. Only who calls can allow it."""
+    monkeypatch.delenv("PENSTOCK_INSECURE")
+    words = "the token would be sent to .* in clear text: use a Unix socket .* or TLS"
+    with pytest.raises(TlsError, match=words):
+        CoordinatorClient(address, SECRET)
+    with pytest.raises(TlsError, match=words):
+        Appliance(address, token=SECRET, num_boxes=1, box=0)
+    arguments = ["--coordinator", address, "--slots", "1", "--allow", "streams"]
+    for command in ([sys.executable, "-m", "penstock.worker", *arguments], [PENSTOCK, "worker", *arguments]):
+        run = subprocess.run(
+            command, env={**os.environ, "PENSTOCK_TOKEN": SECRET}, capture_output=True, text=True, timeout=60
+        )
+        assert run.returncode
+        assert "in clear text" in run.stderr
+    for given in ({"address": f"unix:{tmp_path}/socket"}, {"address": address, "insecure": True}):
+        CoordinatorClient(given.pop("address"), SECRET, **given).close()  # type: ignore[arg-type]
 
 
-class Flood(grpc.GenericRpcHandler):
-    """Knows no token: answers each call with parts of 16 MiB until its caller goes."""
-
-    PART = 16 << 20
-
-    def __init__(self) -> None:
-        self.sent = 0
-
-    def service(self, details: Any) -> Any:
-        shown = dict(details.invocation_metadata)
-
-        async def answer(_: Any, context: Any) -> Any:
-            if " " not in shown["authorization"]:
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "", ((CHALLENGE_KEY, "0" * 32),))
-            while self.sent < 256 << 20:
-                self.sent += self.PART
-                yield pb.BlobPart(data=bytes(self.PART)).SerializeToString()
-
-        return grpc.stream_stream_rpc_method_handler(answer)
-
-
-@contextlib.asynccontextmanager
-async def in_its_place(address: str, handler: grpc.GenericRpcHandler) -> AsyncIterator[None]:
-    server = grpc.aio.server(handlers=(handler,), options=[("grpc.max_send_message_length", -1)])
-    server.add_insecure_port(address)
-    await server.start()
-    yield
-    await server.stop(0)
-
-
-def test_an_impostor_cannot_fill_memory(socket_address: str) -> None:
-    """Take nothing of a reply in parts before a proof."""
-
+def test_callers_that_prove_their_token_are_of_another_release(address: str) -> None:
     async def run() -> None:
-        async with AsyncCoordinatorClient(socket_address, SECRET) as client:
-            blocking = CoordinatorClient(socket_address, SECRET)
-            calls: list[Callable[[], Awaitable[Any]]] = [
-                lambda: client.get_blob("x"),
-                lambda: asyncio.to_thread(blocking.get_blob, "x"),
-            ]
-            for call in calls:
-                flood = Flood()
-                async with in_its_place(socket_address, flood):
-                    with pytest.raises(AuthenticationError, match="does not prove that it has the token"):
-                        await reached(call)
-                assert flood.sent <= 4 * Flood.PART, "what gRPC holds of one part, and no more"
-            blocking.close()
+        async with connect_aio(address) as channel:
+            for shown in ("Penstock-Proof", f"Penstock-Proof {'0' * 32} {'0' * 32} {'0' * 64}"):
+                status: Any = channel.unary_unary(f"/{SERVICE}/Status")
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await status(b"", timeout=20, metadata=(("authorization", shown),))
+                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+                assert "install the same release on both ends" in (caught.value.details() or "")
 
     asyncio.run(run())
 

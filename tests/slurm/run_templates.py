@@ -29,8 +29,7 @@ class Site:
             "PENSTOCK_FOLDER": str(folder / "penstock"),
             "PENSTOCK_STATE_DIR": str(folder / "state"),
             "PENSTOCK_WORKER_ALLOW": "train_lm",
-            "PENSTOCK_COORDINATOR_INSECURE": "true",
-            "PENSTOCK_WORKER_INSECURE": "true",
+            "PENSTOCK_INSECURE": "true",
             "PENSTOCK_WORKER_SLOTS": "2",
             "PYTHONPATH": str(REPO / "examples"),
             "OMP_NUM_THREADS": "1",
@@ -136,6 +135,6 @@ def test_a_service_ends_with_its_command_and_code(site: Site) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_service_that_cannot_start_says_why(site: Site) -> None:
-    job = site.submit("service.sbatch", PENSTOCK_COORDINATOR_INSECURE="")
+    job = site.submit("service.sbatch", PENSTOCK_INSECURE="")
     assert site.slurm.wait(job, "FAILED")["ExitCode"] == "16:0"
     assert "can be reached from other machines" in site.log(job)

@@ -1,4 +1,4 @@
-"""Credentials of a caller that does not support the proof: its token, as programs in other languages send it."""
+"""Metadata of a caller, as programs in other languages send them."""
 
 from __future__ import annotations
 

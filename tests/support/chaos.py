@@ -237,7 +237,7 @@ class World:
         def order() -> None:
             for _ in range(5):
                 try:
-                    with CoordinatorClient(self.cluster.address, TOKEN) as client:
+                    with CoordinatorClient(self.cluster.address, TOKEN, insecure=True) as client:
                         client.change_mixture(request)
                     return
                 except (CoordinatorUnavailableError, DeadlineError):

@@ -17,7 +17,7 @@ from penstock.deploy.console.exit_codes import CODES
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 SHARED = {
     "Coordinator": ("coordinator", "job", "token_file"),
-    "TLS": ("tls_ca", "tls_cert", "tls_key", "tls_name", "credentials"),
+    "TLS": ("tls_ca", "tls_cert", "tls_key", "tls_name", "credentials", "insecure"),
     "General": ("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"),
 }
 """Heading -> names of options that many commands have."""

@@ -51,7 +51,7 @@ def order(job: str, step: int, weights: dict[str, str] | None = None, **more: An
 
 
 def ordered(cluster: Cluster, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-    with CoordinatorClient(cluster.address, TOKEN) as client:
+    with CoordinatorClient(cluster.address, TOKEN, insecure=True) as client:
         return client.change_mixture(request)
 
 

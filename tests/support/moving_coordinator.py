@@ -64,8 +64,8 @@ async def move(delay_s: float) -> list[float]:
     served = await serve("127.0.0.2", 0)
     NAMES.write_text(f"127.0.0.1 localhost\n127.0.0.2 {NAME}\n")
     port = int(served.address.rpartition(":")[2])
-    blocking = CoordinatorClient(f"{NAME}:{port}", TOKEN)
-    async with AsyncCoordinatorClient(f"{NAME}:{port}", TOKEN) as client:
+    blocking = CoordinatorClient(f"{NAME}:{port}", TOKEN, insecure=True)
+    async with AsyncCoordinatorClient(f"{NAME}:{port}", TOKEN, insecure=True) as client:
         await client.status()
         await asyncio.to_thread(blocking.status)
         await served.stop(0)

@@ -94,7 +94,7 @@ class Daemon:
 
 @contextlib.asynccontextmanager
 async def daemon(address: str, name: str = "w", say: Say = plain_state, slots: int = 8) -> AsyncIterator[Daemon]:
-    async with AsyncCoordinatorClient(address, TOKEN) as client:
+    async with AsyncCoordinatorClient(address, TOKEN, insecure=True) as client:
         worker = Daemon(client, name, say, slots)
         task = asyncio.create_task(worker.run())
         try:
@@ -149,7 +149,10 @@ Body = Callable[[AsyncCoordinatorClient, str], Awaitable[None]]
 
 def trial(body: Body, limits: Limits = LIMITS, state_dir: str | Path = IN_MEMORY) -> None:
     async def run() -> None:
-        async with coordinator(state_dir, limits) as address, AsyncCoordinatorClient(address, TOKEN) as client:
+        async with (
+            coordinator(state_dir, limits) as address,
+            AsyncCoordinatorClient(address, TOKEN, insecure=True) as client,
+        ):
             await body(client, address)
 
     asyncio.run(run())

@@ -66,7 +66,7 @@ def test_killed_it_leaves_nothing_behind(cluster: Cluster, whole: dict[int, int]
 
 def _answered_at_once(address: str) -> None:
     """Check that queries are answered at once and not at their deadlines, which no test would wait for."""
-    with CoordinatorClient(address, TOKEN) as client:
+    with CoordinatorClient(address, TOKEN, insecure=True) as client:
         for run in ("auto/0", "tcp/0"):
             with pytest.raises(StateUnavailableError, match="stopped reporting"):
                 client.fetch_state(pb.FetchStateRequest(run=run, deadline_s=FOR_EVER_S, newest=True))

@@ -45,7 +45,7 @@ def job() -> None:
 
 
 def worker() -> None:
-    asyncio.run(serve_worker(DaemonSettings(coordinator=NOWHERE, token="x" * 32, slots=1)))
+    asyncio.run(serve_worker(DaemonSettings(coordinator=NOWHERE, token="x" * 32, slots=1, insecure=True)))
 
 
 def coordinator() -> None:

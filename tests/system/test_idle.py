@@ -30,7 +30,7 @@ def test_daemons_give_back_what_a_large_state_took(tmp_path: Path) -> None:
             while len(str(loader.state_dict())) < STATE * MIB:  # the worker may have kept none yet
                 next(batches)
             held = [own_memory(pid) for pid in daemons]
-            assert held[1] > before[1] + STATE * MIB  # the worker answers with it
+            assert held[1] > before[1] + 0.9 * STATE * MIB  # the worker answers with it
             loader.close()
 
         def grown() -> list[int]:

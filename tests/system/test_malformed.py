@@ -52,7 +52,7 @@ def call(cluster: Cluster) -> Iterator[Call]:
             return grpc.StatusCode.OK, ""
 
         yield made
-    with CoordinatorClient(cluster.address, TOKEN) as ordinary:
+    with CoordinatorClient(cluster.address, TOKEN, insecure=True) as ordinary:
         assert ordinary.status().version
     assert cluster.coordinator.poll() is None
 

@@ -87,7 +87,7 @@ def test_change_in_a_second_epoch(cluster: Cluster, tmp_path: Path) -> None:
         after.go(2)
     assert after.global_batches == alone(24, {0: BEFORE, 5: AFTER}, epoch=1)[18:]
     server = LoaderForkServer("penstock.deploy.replay.slot_replay")
-    with server, CoordinatorClient(cluster.address, TOKEN) as client:
+    with server, CoordinatorClient(cluster.address, TOKEN, insecure=True) as client:
         for step in (12, 17, 18):  # the last of the first epoch, the last before the change, and the first after it
             request = ReplayRequest(job, step, 0, out=tmp_path / f"{step}.pst", allow=["mixed"], deadline_s=60)
             assert replay(request, client, server)["verified"]

@@ -39,7 +39,7 @@ def test_target_goes_on_from_its_replay(tmp_path: Path) -> None:
     with running(tmp_path / "state", PACED_S="0.01") as cluster:
         workers = {name: cluster.add_worker(1, allow="drawn", name=name) for name in ("one", "other")}
         box = cluster.box("moves", num_workers_per_box=1, replay_s=0.3)
-        with box as appliance, closing(CoordinatorClient(cluster.address, TOKEN)) as client:
+        with box as appliance, closing(CoordinatorClient(cluster.address, TOKEN, insecure=True)) as client:
             for batch in DataExecutor(DataLoader(drawn.drawn, COUNT), appliance=appliance):
                 got.append(batch.tolist())
                 if len(got) == DRAINED_AT:

@@ -47,7 +47,7 @@ class Stage:
     folder: Path
 
     def client(self) -> CoordinatorClient:
-        return CoordinatorClient(self.cluster.address, TOKEN)
+        return CoordinatorClient(self.cluster.address, TOKEN, insecure=True)
 
     def replayed(
         self, client: CoordinatorClient | None, job: str, step: int, box: int = 0, **more: Any

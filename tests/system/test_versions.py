@@ -35,7 +35,7 @@ def test_a_job_one_minor_apart_is_served(appliance: Appliance, monkeypatch: pyte
 
 def test_worker_of_another_protocol_is_refused(tmp_path: Path) -> None:
     with running(tmp_path / "state") as cluster:
-        arguments = ["--coordinator", cluster.address, "--slots", "2", "--allow", "streams"]
+        arguments = ["--coordinator", cluster.address, "--slots", "2", "--allow", "streams", "--insecure"]
         ended = subprocess.run(
             [sys.executable, "-c", OTHER, *arguments],
             env=cluster.environment,

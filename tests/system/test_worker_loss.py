@@ -58,7 +58,7 @@ def test_only_settled_epochs_become_durable(appliance: Appliance) -> None:
     access = appliance._access
     assert access is not None
     with (
-        CoordinatorClient(access.address, access.token) as coordinator,
+        CoordinatorClient(access.address, access.token, insecure=True) as coordinator,
         beside(appliance, job="ahead", num_workers_per_box=1) as alone,
     ):
 

@@ -91,7 +91,7 @@ class World:
             return "".join([line for line in log if f"{job}/" in line and "set_vital" not in line])
 
     def client(self) -> CoordinatorClient:
-        return CoordinatorClient(self.cluster.address, TOKEN)
+        return CoordinatorClient(self.cluster.address, TOKEN, insecure=True)
 
     # ---- what is done to it
 

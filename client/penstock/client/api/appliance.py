@@ -48,6 +48,7 @@ from penstock.proto.errors import (
     PenstockError,
 )
 from penstock.proto.lane.frames import LANE_PROTOCOL
+from penstock.proto.rpc.addresses import refuse_clear_token, socket_path
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, Tls, host_id, is_local, read_token
 from penstock.proto.rpc.credentials.tokens import admin_tokens
@@ -89,7 +90,8 @@ class Appliance:
     Raises:
         InvalidArgumentError, BoxOutOfRangeError: an argument or a variable has an invalid value; this process cannot
             use the device; the compression package is not installed.
-        TlsError: a certificate or key cannot be used; the error names the file.
+        TlsError: a certificate or key cannot be used, and the error names the file; or there is none, and the token
+            would cross TCP without `insecure`.
         RuntimeError: called inside a worker, because the main script has no `if __name__ == "__main__":`."""
 
     def __init__(self, address: str | None = None, **options: Unpack[ApplianceOptions]) -> None:
@@ -175,7 +177,7 @@ class Appliance:
     def _client(self) -> CoordinatorClient:
         access = self._access
         assert access is not None
-        return CoordinatorClient(access.address, access.token, tls=self._tls)
+        return CoordinatorClient(access.address, access.token, tls=self._tls, insecure=self.settings.insecure)
 
     # ---- opening a run
 
@@ -261,10 +263,12 @@ class Appliance:
                 f"input_fn {reference.name.partition(':')[2]!r} is defined in the main script {reference.main_path}, "
                 f"which workers of {access.address} cannot import: move it to a module that they can"
             )
+        beside = socket_path(access.address)
         link = RunLink(
             client=self._client,
             receiver=self._receiver.start,
             host=host_id(),
+            folder=beside and beside.parent,
             force_tcp=settings.lane == "tcp",
             compression=settings.compression,
             embedded=self.embedded,
@@ -417,6 +421,7 @@ def _tls_of(settings: ApplianceSettings) -> Tls | None:
     if not settings.address:
         return None
     tls = settings.tls()
+    refuse_clear_token(settings.address, encrypted=tls is not None, insecure=settings.insecure)
     return None if tls is None else tls.for_client()
 
 

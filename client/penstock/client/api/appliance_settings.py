@@ -82,9 +82,12 @@ class ApplianceOptions(LocalOptions, total=False):
     tls_key: str | os.PathLike[str] | None
     """PEM file with the key of that certificate."""
     tls_name: str | None
-    """Name that the certificates of coordinator and workers must have, instead of their addresses."""
+    """Name that the certificates of coordinator and workers must have, instead of their addresses, with a * for their
+    role."""
     credentials: str | os.PathLike[str] | None
     """File with CA, certificate, key and token, as `penstock up` writes it, instead of token and tls_*."""
+    insecure: bool | None
+    """Allow to send the token over TCP without TLS, on a network and machines that you trust (False)."""
     lane: Literal["auto", "tcp"] | None
     """Transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto")."""
     compression: Literal["lz4", "zstd"] | None

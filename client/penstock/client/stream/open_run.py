@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import Final, TypeVar
 
 from penstock.client.states.saved_state import BoxStart
@@ -115,6 +116,8 @@ class RunLink:
     """Returns the address of this process's receiver for batches from other hosts, which it starts if none runs."""
     host: str
     """By which workers on the same host are recognised; see penstock.proto.rpc.channel.host_id."""
+    folder: Path | None
+    """Folder of the coordinator's Unix socket, in which workers' lanes are too; None if it has none."""
     force_tcp: bool
     compression: str | None
     embedded: bool
@@ -392,10 +395,9 @@ class OpenRun(StreamRun):
             hello.target = view.tcp_address
             if self.link.compression is not None:
                 hello.codecs.append(require(self.link.compression))  # type: ignore[arg-type]
-            address = self.link.receiver()
+            sock = connect_local(self.link.receiver(), DIAL_S)
         else:
-            address = view.local_address
-        sock = connect_local(address, DIAL_S)
+            sock = connect_local(view.local_address, DIAL_S, self.link.folder)
         try:
             sock.send(hello.SerializeToString())
         except BaseException:
@@ -404,7 +406,8 @@ class OpenRun(StreamRun):
         return sock
 
     def is_remote(self, view: pb.SlotView) -> bool:
-        return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
+        is_near = self.link.folder is not None or view.host_id == self.link.host
+        return self.link.force_tcp or not is_near or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)

@@ -93,4 +93,4 @@ class Peer:
     def client(self) -> CoordinatorClient:
         from penstock.proto.rpc.calls import CoordinatorClient
 
-        return CoordinatorClient(self.address, self.token(), tls=self.tls())
+        return CoordinatorClient(self.address, self.token(), tls=self.tls(), insecure=self._settings.insecure)

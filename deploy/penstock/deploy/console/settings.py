@@ -36,7 +36,7 @@ from penstock.runtime.config.settings import (
 from penstock.runtime.config.settings_file import CLUSTER, likely
 from penstock.runtime.config.sizes import bytes_of
 
-DEFAULT_COORDINATOR = "127.0.0.1:7070"
+DEFAULT_SOCKET = "unix:XDG_STATE_HOME/penstock/socket"
 DEFAULT_HTTP = "127.0.0.1:7071"
 _MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -50,18 +50,30 @@ def _listen_address(value: str) -> str:
     return value
 
 
+def state_home() -> Path:
+    """Return the folder of this user's fleets, and of the socket at which a coordinator listens by default."""
+    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(home) / "penstock"
+
+
+def _coordinator_address(value: str) -> str:
+    if not value:
+        return f"unix:{state_home()}/socket"
+    if (path := socket_path(value)) is not None and path.is_absolute():
+        return value
+    return _listen_address(value)
+
+
 def _page_address(value: str) -> str:
     return "" if value.lower() in ("", "off") else _listen_address(value)
 
 
 def _peer_address(value: str) -> str:
-    if (path := socket_path(value)) is not None and path.is_absolute():
-        return value
     if value.endswith(":0"):
         raise ValueError(
             'an address to connect to must be "HOST:PORT" with the port that the coordinator printed, not 0'
         )
-    return _listen_address(value)
+    return _coordinator_address(value)
 
 
 def _lane_address(value: str) -> str:
@@ -75,6 +87,10 @@ def _lane_address(value: str) -> str:
             f"must be an address that other machines can connect to, got {host}. Set the address of this machine"
         )
     return value
+
+
+def _fleet_address(value: str) -> str:
+    return value if not value or socket_path(value) is not None else _lane_address(value)
 
 
 def _memory_size(value: str) -> str:
@@ -99,7 +115,8 @@ def _fleet_name(value: str) -> str:
 
 Seconds = Annotated[float, Unit("SECONDS"), Field(allow_inf_nan=False)]
 Count = Annotated[int, Unit("N")]
-Listen = Annotated[str, AfterValidator(_listen_address), Unit("HOST:PORT")]
+Listen = Annotated[str, AfterValidator(_coordinator_address), Unit("HOST:PORT")]
+FleetListen = Annotated[str, AfterValidator(_fleet_address), Unit("HOST:PORT")]
 LaneListen = Annotated[str, AfterValidator(_lane_address), Unit("HOST:PORT")]
 PageListen = Annotated[str, AfterValidator(_page_address), Unit("HOST:PORT")]
 MemorySize = Annotated[str, AfterValidator(_memory_size), Unit("SIZE")]
@@ -124,7 +141,7 @@ class PeerSettings(TlsFiles):
     role: ClassVar[str] = "admin"
 
     coordinator: Annotated[str, AfterValidator(_peer_address), Unit("HOST:PORT")] = Field(
-        DEFAULT_COORDINATOR, description="Address of the coordinator."
+        "", validate_default=True, description=f"Address of the coordinator (default: {DEFAULT_SOCKET})."
     )
 
 
@@ -133,7 +150,11 @@ class CoordinatorSettings(TlsFiles, _Logging):
     table: ClassVar[str] = "coordinator"
     role: ClassVar[str] = "coordinator"
 
-    listen: Listen = Field(DEFAULT_COORDINATOR, description="Address to listen on; port 0 takes a free one.")
+    listen: Listen = Field(
+        "",
+        validate_default=True,
+        description=f"Address to listen on; port 0 takes a free one (default: {DEFAULT_SOCKET}).",
+    )
     state_dir: Annotated[Path, IsPath(), Unit("DIR")] = Field(
         description=f"Directory of the journal, on a local disk. {IN_MEMORY}: keep nothing."
     )
@@ -142,7 +163,6 @@ class CoordinatorSettings(TlsFiles, _Logging):
         description="Address of dashboard and metrics; port 0 takes a free one, off: none. If the default is in use, "
         "another port is taken.",
     )
-    insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
     lease: Seconds = Field(
         3.0,
         ge=0.5,
@@ -221,7 +241,6 @@ class WorkerSettings(PeerSettings, _Logging):
         description="Run runners without the sandbox: they may gain privileges (sudo, fusermount), and signal and "
         "trace the user's other processes.",
     )
-    insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
 
     @field_validator("allow")
     @classmethod
@@ -266,11 +285,11 @@ class UpSettings(TlsFiles):
         description="Slots of each worker (default: local: the cores, divided among workers; else 8).",
     )
     allow: Modules = Field("", description="Prefix of modules whose input_fn may run; repeatable. '*': any.")
-    listen: LaneListen = Field(
-        DEFAULT_COORDINATOR,
-        description="Address of the coordinator; port 0 takes a free one. Ray: only the port is used, not 0.",
+    listen: FleetListen = Field(
+        "",
+        description="Address of the coordinator, also for other machines; port 0 takes a free one (default: a Unix "
+        "socket in the fleet's folder). Ray: only the port is used, not 0 (default: 7070).",
     )
-    insecure: bool = Field(False, description="Listen beyond one machine without TLS.")
     timeout: Seconds = Field(120.0, ge=1, le=86_400, description="Seconds to wait until all is ready.")
     ray_address: Annotated[str, Unit("ADDRESS")] = Field(
         "auto", description="Ray: the cluster, as `ray.init` takes it."

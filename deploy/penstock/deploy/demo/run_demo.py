@@ -137,7 +137,7 @@ def _fleet() -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as path:
         folder = FleetFolder(Path(path) / "fleet")
         folder.make()
-        settings = {"name": "demo", "workers": 2, "slots": 3, "allow": INPUT, "listen": "127.0.0.1:0"}
+        settings = {"name": "demo", "workers": 2, "slots": 3, "allow": INPUT}
         plan = FleetPlan.model_validate({**settings, "token_file": str(folder.token_file(None))})
         local.up(plan, folder, ends_with_us=True)
         try:

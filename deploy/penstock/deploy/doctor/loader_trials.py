@@ -192,7 +192,7 @@ def _shared_files() -> set[str]:
         with contextlib.suppress(OSError):  # of the listing itself
             if fd > sys.stderr.fileno() and stat.S_ISREG(os.fstat(fd).st_mode) and os.lseek(fd, 0, os.SEEK_CUR):
                 path = os.readlink(f"/proc/self/fd/{fd}")
-                for child in own_children():
+                for child in own_children() if not path.startswith("/dev/shm/") else ():  # those are mapped
                     with contextlib.suppress(OSError):  # it has ended, or has no such file
                         if os.readlink(f"/proc/{child}/fd/{fd}") == path:
                             shared.add(path)

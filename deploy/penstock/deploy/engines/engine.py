@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from penstock.deploy.console.settings import UpSettings, flag
+from penstock.proto.rpc.addresses import socket_path
 from penstock.runtime.config.job_settings import TlsFiles
 from penstock.runtime.process.identity import Identity
 
@@ -24,7 +25,14 @@ class FleetPlan(UpSettings):
     @property
     def tls_files(self) -> dict[str, str]:
         """TLS settings, by name; paths on the daemons' machines. The `*` in credentials stands for the role."""
-        return {name: value for name in TlsFiles.model_fields if (value := getattr(self, name))}
+        return {name: value for name in TlsFiles.FILES if (value := getattr(self, name))}
+
+    @property
+    def for_callers(self) -> dict[str, str]:
+        """Settings by which a caller on this machine may send its token to the fleet's coordinator."""
+        names = ("tls_ca", "tls_name", "credentials")
+        files = {name: value for name, value in self.tls_files.items() if name in names}
+        return {**files, **({"insecure": "true"} if self.insecure else {})}
 
     def coordinator_command(self, state_dir: str, listen: str) -> list[str]:
         return [
@@ -70,6 +78,7 @@ class Fleet(BaseModel):
     """Address for training jobs; "" if it is not known yet."""
     token_file: str
     tls: dict[str, str] = {}
+    """`FleetPlan.for_callers`."""
     daemons: list[Daemon] = []
     supervisor: Identity | None = None
     """Process whose end ends a local fleet."""
@@ -79,15 +88,11 @@ class Fleet(BaseModel):
     """Id of the last Scaling that the supervisor has begun."""
     ray_address: str = ""
 
-    @property
-    def callers_tls(self) -> dict[str, str]:
-        """Those of `tls` that a caller on this machine needs, by name."""
-        return {name: self.tls[name] for name in ("tls_ca", "tls_name", "credentials") if name in self.tls}
-
     def environment(self) -> dict[str, str]:
         """Return the variables with which a training job finds the fleet."""
         token = "" if "credentials" in self.tls else self.token_file
-        shared = {"coordinator": self.coordinator, "token_file": token, **self.callers_tls}
+        tls = self.tls if socket_path(self.coordinator) is None else {}
+        shared = {"coordinator": self.coordinator, "token_file": token, **tls}
         return {f"PENSTOCK_{name.upper()}": value for name, value in shared.items() if value}
 
     def for_other_machines(self) -> str:

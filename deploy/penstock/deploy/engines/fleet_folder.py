@@ -24,11 +24,6 @@ from penstock.runtime.process.identity import Identity
 _log = logging.getLogger("penstock.deploy.engines")
 
 
-def default_folder(name: str) -> Path:
-    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(home) / "penstock" / name
-
-
 class FleetFolder:
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
@@ -123,7 +118,7 @@ class FleetFolder:
                         address=fleet.coordinator,
                         token_file=fleet.token_file,
                         folder=fleet.dir,
-                        tls=fleet.callers_tls,
+                        tls=fleet.tls,
                         owner=fleet.supervisor,
                     )
                 )

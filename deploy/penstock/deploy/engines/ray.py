@@ -96,7 +96,7 @@ def ray_up(plan: FleetPlan, folder: FleetFolder) -> Fleet:
             dir=str(folder.path),
             coordinator=address,
             token_file=token_file,
-            tls=plan.tls_files,
+            tls=plan.for_callers,
             ray_address=_cluster(ray, plan),
             plan={**plan.model_dump(), "token_file": token_file},
             daemons=[Daemon(name=name, **status) for name, status in about.items()],

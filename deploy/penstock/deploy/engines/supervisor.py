@@ -28,6 +28,8 @@ from penstock.deploy.engines.engine import Daemon, Fleet, FleetPlan, new_names
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, FleetKeeper
 from penstock.proto.errors import DeadlineError, PenstockError
+from penstock.proto.rpc.addresses import loopback, socket_path
+from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.machine_needs import require
 from penstock.runtime.process.watch import Process
@@ -41,6 +43,10 @@ SCALE = signal.SIGUSR1
 """Signal that the folder has a new size of the fleet."""
 GONE = ("failed", "left", "ended")
 """States of a worker that does not come back."""
+SOCKET_MAX = 107
+"""Longest path of a Unix socket in bytes."""
+LANES_MORE = 24
+"""Bytes by which the path of a worker's socket for lanes, in the same folder, is longer at most."""
 LEFTOVERS_S = 30.0
 """Longest time in seconds until the daemons of a killed supervisor have ended."""
 
@@ -64,6 +70,8 @@ def supervise(
     try:
         folder.hold(lock, Identity.of(os.getpid()))
         _end_leftovers(folder)
+        for left in folder.path.glob("penstock-lanes-*"):  # of workers that were killed
+            left.unlink(missing_ok=True)
         try:
             authority = _authority(plan, folder, life) if plan.credentials == str(folder.credentials) else None
             asyncio.run(_Supervisor(plan, folder, ready, authority).run(parent_pid))
@@ -111,17 +119,30 @@ class _Supervisor:
         """Set when the folder has a new size of the fleet."""
         self._ending: set[asyncio.Task[None]] = set()
         self._workers: list[FleetKeeper] = []
+        self._closing = contextlib.ExitStack()
         self._tasks: dict[asyncio.Task[None], FleetKeeper] = {}
         self._coordinator = FleetKeeper(
             "coordinator",
             # Once port 0 has chosen a port, later starts use it, because peers have its address.
-            lambda line: plan.coordinator_command(str(folder.state_dir), line or plan.listen),
+            lambda line: plan.coordinator_command(str(folder.state_dir), line or plan.listen or self._own_address()),
             folder.logs / "coordinator.log",
             restart_always=True,
             changed=self._record,
         )
 
+    def _own_address(self) -> str:
+        """Return a Unix socket in the fleet's folder, or in a temporary one if that path would be too long."""
+        path = self._folder.path / "socket"
+        if len(os.fsencode(path)) > SOCKET_MAX - LANES_MORE:
+            self._closing.callback((short := PrivateFolder()).close)
+            path = short.path / "socket"
+        return f"unix:{path}"
+
     async def run(self, parent_pid: int | None) -> None:
+        with self._closing:
+            await self._run(parent_pid)
+
+    async def _run(self, parent_pid: int | None) -> None:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
         if parent_pid is not None:
@@ -195,7 +216,8 @@ class _Supervisor:
         plan, address = self._plan, self._coordinator.line
         added = []
         for name in new_names(plan.name, count, {_name(worker) for worker in self._workers}):
-            command = plan.worker_command(name, address, f"{address.rpartition(':')[0]}:0")
+            host = loopback() if socket_path(address) is not None else address.rpartition(":")[0]
+            command = plan.worker_command(name, address, f"{host}:0")
             added.append(
                 FleetKeeper(
                     f"worker {name}",
@@ -275,7 +297,7 @@ class _Supervisor:
             dir=str(self._folder.path),
             coordinator=self._coordinator.line,
             token_file=self._plan.token_file,
-            tls=self._plan.tls_files,
+            tls=self._plan.for_callers,
             daemons=daemons,
             supervisor=Identity.of(os.getpid()),
             plan=self._plan.model_dump(),

@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
 from penstock.deploy.console.peer import Peer
-from penstock.deploy.console.settings import UpSettings, flag, resolve
+from penstock.deploy.console.settings import UpSettings, flag, resolve, state_home
 from penstock.deploy.engines import local
 from penstock.deploy.engines.engine import Fleet, FleetPlan, Scaling, exports
-from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
+from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.ray import ray_down, ray_scale, ray_up
 from penstock.deploy.engines.supervisor import supervise
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import is_local as is_loopback
+from penstock.proto.rpc.addresses import socket_path
 from penstock.runtime.config.settings import variable
 
 if TYPE_CHECKING:  # at run time gRPC is imported only when a command needs it
     from penstock.proto.v1 import coordinator_pb2 as pb
 
+RAY_LISTEN = "127.0.0.1:7070"
+"""Default of --listen with --engine ray, which uses the port alone."""
 _OF_RAY = ("ray_address", "near", "state_dir", "send_token")
 """Settings that only the engine ray has."""
 
@@ -87,7 +90,7 @@ def _scaled(running: Fleet, settings: UpSettings, folder: FleetFolder) -> Fleet 
 def _status_of(fleet: Fleet) -> Iterable[pb.WorkerStatus]:
     """Return what the coordinator reports of the workers."""
     token_file = None if "credentials" in fleet.tls else Path(fleet.token_file)
-    with Peer(coordinator=fleet.coordinator, token_file=token_file, **fleet.callers_tls).client() as client:
+    with Peer(coordinator=fleet.coordinator, token_file=token_file, **fleet.tls).client() as client:
         return client.status().workers
 
 
@@ -108,7 +111,7 @@ def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder)
             raise InvalidArgumentError(
                 f"{flag(name)} must be given only with --engine ray, got --engine local. Omit it"
             )
-    if not is_local and settings.listen.endswith(":0"):
+    if not is_local and (settings.listen.endswith(":0") or socket_path(settings.listen) is not None):
         raise InvalidArgumentError(
             "--listen must have a port other than 0 with --engine ray, so that Ray can start the coordinator again at "
             "the same address"
@@ -116,12 +119,14 @@ def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder)
     if settings.credentials == str(folder.credentials):  # this shell has them from the output of an earlier call
         os.environ.pop("PENSTOCK_CREDENTIALS", None)
         settings = settings.model_copy(update={"credentials": ""})
+    if not is_local and not settings.listen:
+        settings = settings.model_copy(update={"listen": RAY_LISTEN})
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if is_local else 8)
     tokens = settings.tokens_in(token_file)
     own = {"slots": slots, "token_file": str(folder.token_file(None if tokens is None else Path(tokens)))}
     tls = _tls_files(settings)
-    if is_local and not (is_loopback(settings.listen) or settings.insecure or tls):
+    if is_local and settings.listen and not (is_loopback(settings.listen) or settings.insecure or tls):
         tls = {"credentials": str(folder.credentials)}
     return FleetPlan.model_validate({**settings.model_dump(), **tls, **own})
 
@@ -132,7 +137,7 @@ def _tls_files(settings: UpSettings) -> dict[str, str]:
 
 
 def _folder(settings: UpSettings) -> FleetFolder:
-    return FleetFolder(Path(settings.dir) if settings.dir else default_folder(settings.name))
+    return FleetFolder(Path(settings.dir) if settings.dir else state_home() / settings.name)
 
 
 def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from penstock.deploy.console.command_token import coordinator_tokens
 from penstock.deploy.console.settings import CoordinatorSettings, WorkerSettings, describe, resolve
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.rpc.channel import VERSION, is_local, read_token
+from penstock.proto.rpc.addresses import is_local, socket_path
+from penstock.proto.rpc.channel import VERSION, read_token
 from penstock.proto.rpc.credentials.tokens import admin_tokens
 from penstock.runtime.config.settings import IN_MEMORY
 from penstock.runtime.config.sizes import bytes_of
@@ -43,6 +44,8 @@ def run_coordinator(
     in_memory = os.fspath(settings.state_dir) == IN_MEMORY
     _log.info("coordinator %s: %s", VERSION, describe(settings, **flags))
     tokens = coordinator_tokens(settings.tokens_in(token_file), None if in_memory else settings.state_dir)
+    if (path := socket_path(settings.listen)) is not None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     limits = Limits(
         worker_lease_s=settings.lease,
         client_lease_s=settings.client_lease,

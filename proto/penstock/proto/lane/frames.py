@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -276,12 +277,13 @@ class StructurePieces:
         return bytes(data)
 
 
-def connect_local(address: str, timeout: float) -> socket.socket:
-    """Return a SEQPACKET connection to an abstract Unix socket. Raises OSError, and ProtocolError as check_peer."""
+def connect_local(address: str, timeout: float, folder: Path | None = None) -> socket.socket:
+    """Return a SEQPACKET connection to a Unix socket in a folder; None: to an abstract one. Raises OSError, and
+    ProtocolError as check_peer."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout)
-        sock.connect("\0" + address)
+        sock.connect(f"\0{address}" if folder is None else str(folder / Path(address).name))
         check_peer(sock)
     except BaseException:
         sock.close()

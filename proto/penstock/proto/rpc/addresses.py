@@ -11,7 +11,7 @@ import socket
 import stat
 from pathlib import Path
 
-from penstock.proto.errors import InvalidArgumentError, UnsafeBindError
+from penstock.proto.errors import InvalidArgumentError, TlsError, UnsafeBindError
 
 UNIX = "unix:"
 
@@ -78,6 +78,18 @@ def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
     raise UnsafeBindError(
         f"{listen} can be reached from other machines without encryption: listen on 127.0.0.1, or pass --credentials, "
         "or --tls-cert and --tls-key, or --insecure on a network that you trust"
+    )
+
+
+def refuse_clear_token(address: str, *, encrypted: bool, insecure: bool) -> None:
+    """Raise TlsError if a token sent to the coordinator could be read or taken by others: in clear text over TCP, also
+    on this machine, where another process may listen after the coordinator. `insecure`: the caller allows it."""
+    if encrypted or insecure or socket_path(address) is not None:
+        return
+    raise TlsError(
+        f"the token would be sent to {address} in clear text: use a Unix socket (unix:/path, as `penstock up` does) or "
+        "TLS (--tls-ca, Appliance(tls_ca=...)), or allow it by --insecure (PENSTOCK_INSECURE=true, "
+        "Appliance(insecure=True)) where you trust the network and its machines"
     )
 
 

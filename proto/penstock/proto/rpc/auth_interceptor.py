@@ -1,9 +1,8 @@
 """Auth interceptor before the coordinator's handlers: it checks each call's token, role and protocol number.
 
-The metadata of a call have the keys "authorization" (a proof that the caller knows a token, see token_proof, or "Bearer
-TOKEN") and "penstock-protocol" (a number). Both are checked before the body is read, so a call without a token costs
-only its headers. Calls that only read (roles.READ_ONLY) need no protocol number, and health checks no token, because
-Kubernetes' probes have none.
+The metadata of a call have the keys "authorization" ("Bearer TOKEN") and "penstock-protocol" (a number). Both are
+checked before the body is read, so a call without a token costs only its headers. Calls that only read
+(roles.READ_ONLY) need no protocol number, and health checks no token, because Kubernetes' probes have none.
 
 The clients of calls.py add the metadata themselves: on asyncio a client interceptor would cost a task for each call,
 and hide cancellation."""
@@ -28,8 +27,8 @@ from penstock.proto.errors import (
     VersionSkewError,
 )
 from penstock.proto.rpc.bounds.message_bounds import LargeRequests, parsed_parts, parsed_request
+from penstock.proto.rpc.credentials.callers import PROOF, Caller, Callers
 from penstock.proto.rpc.credentials.roles import METHODS, READ_ONLY
-from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY, Caller, Challenged, TokenVerifier
 from penstock.proto.rpc.tls import Tls
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.rpc.wire_errors import abort, status_of
@@ -52,19 +51,22 @@ class AuthInterceptor(grpc.GenericRpcHandler):
     Services are added to it as to a server. gRPC's own interceptors would take a task and several awaits for each call:
     40 us, a third of gRPC's own time. `tls` names what callers' certificates must have."""
 
-    def __init__(self, verifier: TokenVerifier, calls: CallCounters, tls: Tls | None = None) -> None:
-        self._verifier = verifier
+    def __init__(self, callers: Callers, calls: CallCounters, tls: Tls | None = None) -> None:
+        self._callers = callers
         self._calls = calls
         self._tls = tls if tls is not None and tls.ca and tls.name else None
         self._large = LargeRequests()
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
-    def _caller(self, sent: Mapping[str, Any]) -> Caller | Challenged | None:
+    def _caller(self, sent: Mapping[str, Any]) -> Caller | None:
         shown = sent.get("authorization")
-        return self._verifier.caller(shown) if isinstance(shown, str) else None
+        return self._callers.find(shown) if isinstance(shown, str) else None
 
-    def _refusal(self, method: str, sent: Mapping[str, Any], caller: Caller | None) -> PenstockError | None:
+    def _refusal(self, method: str, sent: Mapping[str, Any]) -> PenstockError | None:
+        caller = self._caller(sent)
         if caller is None:
+            if str(sent.get("authorization")).startswith(PROOF):
+                return VersionSkewError(f"the caller proves its token, as older releases do, and must send it: {_SAME}")
             said = "the token is wrong" if "authorization" in sent else "no token was sent"
             return AuthenticationError(f"{said}: set the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE at both ends")
         theirs, ours = _short(sent.get(VERSION_KEY, "of unknown version")), f"the coordinator (Penstock {VERSION})"
@@ -89,13 +91,12 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, on_call, self._large)
 
     def _accept(self, name: str, context: _Context) -> None:
-        """Note the digest for `credential`, and send this server's proof. Raises NotPermittedError for another role's
-        certificate: gRPC does not report it earlier."""
+        """Note the digest for `credential`. Raises NotPermittedError for another role's certificate: gRPC does not
+        report it earlier."""
         caller = self._caller(dict(context.invocation_metadata() or ()))
-        if isinstance(caller, Caller):
+        if caller is not None:
             _credential.set(caller.credential)
             _jobs_share_token.set(caller.jobs_share_token)
-            context.set_trailing_metadata(_proof(caller))
             if self._tls is not None and name in METHODS:
                 self._check_certificate(self._tls, name, caller, context)
 
@@ -113,15 +114,11 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         called = method.removeprefix(_OURS)
         if method.startswith(_OURS):
             sent = dict(handler_call_details.invocation_metadata)
-            caller = self._caller(sent)
-            if isinstance(caller, Challenged):  # the challenge is part of the proof, not a call: do not count it
-                asked = ((CHALLENGE_KEY, caller.challenge),)
-                return _refusing(AuthenticationError("answer the challenge in the metadata, to prove the token"), asked)
-            refusal = self._refusal(called, sent, caller)
+            refusal = self._refusal(called, sent)
             if refusal is not None:
                 if called in METHODS:  # a caller could send any number of other names
                     self._calls.add(called, status_of(refusal), 0.0)
-                return _refusing(refusal, _proof(caller))
+                return _refusing(refusal)
         elif method != _HEALTH:
             return None
         return self._handlers.get(method)
@@ -143,19 +140,14 @@ def credential() -> str:
     return _credential.get()
 
 
-def _proof(caller: Caller | None) -> tuple[tuple[str, str], ...]:
-    return ((PROOF_KEY, caller.proof),) if caller is not None and caller.proof else ()
-
-
 def _short(said: object) -> str:
     return ascii(str(said)[:MAX_SHOWN])[1:-1]
 
 
-def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing(error: PenstockError) -> grpc.RpcMethodHandler[Any, Any]:
     """Handler that refuses a call. It is of the kind stream to stream, which can answer before the request is read."""
 
     async def refuse(_: Any, context: _Context) -> AsyncIterator[None]:
-        context.set_trailing_metadata(trailing)
         await abort(context, error)
         yield  # never reached: it makes this function an async generator
 
@@ -208,8 +200,6 @@ def _translated(
     async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
         async with _answering(calls, name, context):
             on_call(context)
-            # The reader accepts no part before it has the proof: see authenticated_calls.py.
-            await context.send_initial_metadata(context.trailing_metadata())
             with large.answering(credential()) as count:
                 async with aclosing(behave(read(request, count), context)) as parts:
                     async for part in parts:
@@ -218,9 +208,6 @@ def _translated(
     async def unary(request: Any, context: _Context) -> Any:
         async with _answering(calls, name, context):
             on_call(context)
-            if handler.request_streaming:
-                # A peer that is still sending parts may lose the trailing metadata of the answer: see `answer_of`.
-                await context.send_initial_metadata(context.trailing_metadata())
             with large.answering(credential()) as count:
                 return await behave(read(request, count), context)
 

@@ -1,8 +1,8 @@
 """Clients of the coordinator: a blocking client for training jobs and commands, an asyncio one for the worker daemon.
 
 Both add the metadata and a deadline, translate errors and divide large values into parts, whose sizes and digests are
-checked. They repeat a call only to prove their token: only the caller knows whether to wait for a coordinator that
-restarts. Every call is idempotent, so it may be repeated after CoordinatorUnavailableError or DeadlineError.
+checked. They repeat a call only with a token that was replaced: only the caller knows whether to wait for a coordinator
+that restarts. Every call is idempotent, so it may be repeated after CoordinatorUnavailableError or DeadlineError.
 `deadline_s` is the seconds that a call may take, plus a long poll's `hold_s`; state queries and changes of a mixture
 have their own.
 
@@ -33,7 +33,7 @@ from penstock.proto.errors import (
     PenstockError,
     malformed,
 )
-from penstock.proto.rpc.authenticated_calls import Answer, AuthenticatedCall, Call
+from penstock.proto.rpc.authenticated_calls import AuthenticatedCalls, Call, Metadata
 from penstock.proto.rpc.bounds.message_bounds import bytes_channel, owned, parsed_reply
 from penstock.proto.rpc.bounds.reply_parts import (
     BlobParts,
@@ -109,7 +109,7 @@ def _parsed_part(method: str, part: bytes) -> Any:
 
 def _sendable(method: str, request: Any) -> Any:
     """Return a message, or a fresh iterator of parts for each try. Raises InvalidArgumentError for too large a request,
-    which gRPC would refuse without a proof of the token."""
+    which gRPC would refuse without a reason."""
     if not isinstance(request, Message):
         return request()
     if (size := request.ByteSize()) > REQUEST_MAX:
@@ -176,14 +176,22 @@ class _Waits:
             outcome.put((None, error))
 
 
-class CoordinatorClient(AuthenticatedCall):
+class CoordinatorClient(AuthenticatedCalls):
     """Client with blocking calls; several threads may use it. `close` and `fail`, from any thread, end calls under way.
-    Raises ForkedProcessError in a forked child."""
+    Raises ForkedProcessError in a forked child. `insecure`: allows to send the token over TCP without TLS."""
 
-    def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        tls: Tls | None = None,
+        insecure: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
         if _unusable is not None:
             raise _unusable
-        super().__init__(address, token, tls, deadline_s)
+        super().__init__(address, token, tls, deadline_s, insecure)
         self._waits = _Waits()
         self._owner = forks.OwnerProcess()
         forks.keep(self)
@@ -215,21 +223,19 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(
-        self, method: str, deadline_s: float, once: Callable[[Call], Answer], begins_s: float | None = None
+        self, method: str, deadline_s: float, once: Callable[[Call, Metadata], Any], begins_s: float | None = None
     ) -> Any:
-        call = Call(self)
+        call = Call()
 
         def made(begun: Callable[[], None]) -> Any:
             call.begun = begun
             while True:
+                shown = self.metadata
                 try:
-                    reply, trailing = once(call)
+                    return once(call, shown)
                 except grpc.RpcError as error:
-                    if not call.again(error):
+                    if not self.again(error, shown):
                         raise
-                else:
-                    call.require_proof(trailing)
-                    return reply
 
         with self._guarded(method, deadline_s):
             try:
@@ -246,10 +252,8 @@ class CoordinatorClient(AuthenticatedCall):
     def _ask(self, method: str, deadline_s: float, request: _Request, _: type[_Reply]) -> _Reply:
         """`request`: a message, or a function that returns an iterator of its parts, called before each try."""
 
-        def once(call: Call) -> Answer:
-            make = getattr(self._stub, method).with_call
-            reply, made = make(_sendable(method, request), timeout=deadline_s, metadata=call.metadata)
-            return reply, made.trailing_metadata()
+        def once(_: Call, shown: Metadata) -> Any:
+            return getattr(self._stub, method)(_sendable(method, request), timeout=deadline_s, metadata=shown)
 
         return cast(_Reply, parsed_reply(method, self._made(method, deadline_s, once)))
 
@@ -261,15 +265,13 @@ class CoordinatorClient(AuthenticatedCall):
         take: Callable[[Any], None],
         begins_s: float | None = None,
     ) -> None:
-        """Pass the parts of a streamed reply to `take`, once the server has proven that it knows the token. `begins_s`:
-        seconds until the first part."""
+        """Pass the parts of a streamed reply to `take`. `begins_s`: seconds until the first part."""
 
-        def once(call: Call) -> Answer:
-            parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
+        def once(call: Call, shown: Metadata) -> None:
+            parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=shown)
             try:
                 for number, part in enumerate(parts):
                     if not number:
-                        call.require_proof(parts.initial_metadata())
                         call.begun()
                     if call.given_up:
                         raise closed_here(self.address, f"during {method}")
@@ -277,7 +279,6 @@ class CoordinatorClient(AuthenticatedCall):
             except PenstockError:
                 parts.cancel()
                 raise
-            return None, parts.trailing_metadata()
 
         self._made(method, deadline_s, once, begins_s)
 
@@ -390,11 +391,20 @@ class CoordinatorClient(AuthenticatedCall):
         return b"".join(parts)
 
 
-class AsyncCoordinatorClient(AuthenticatedCall):
-    """Client with asyncio calls, for worker daemons. Create it in the running event loop."""
+class AsyncCoordinatorClient(AuthenticatedCalls):
+    """Client with asyncio calls, for worker daemons. Create it in the running event loop. `insecure`: see
+    CoordinatorClient."""
 
-    def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
-        super().__init__(address, token, tls, deadline_s)
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        tls: Tls | None = None,
+        insecure: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        super().__init__(address, token, tls, deadline_s, insecure)
         self._open()
 
     def _open(self) -> None:
@@ -411,19 +421,16 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
+    async def _wait(self, method: str, deadline_s: float, once: Callable[[Metadata], Awaitable[Any]]) -> Any:
         try:
             with self._guarded(method, deadline_s):
-                call = Call(self)
                 while True:
+                    shown = self.metadata
                     try:
-                        reply, trailing = await once(call)
+                        return await once(shown)
                     except grpc.RpcError as error:
-                        if not call.again(error):
+                        if not self.again(error, shown):
                             raise
-                    else:
-                        call.require_proof(trailing)
-                        return reply
         except CoordinatorUnavailableError as error:
             self._renew_files()
             trouble = await asyncio.to_thread(self._tls_trouble, error)
@@ -433,29 +440,22 @@ class AsyncCoordinatorClient(AuthenticatedCall):
 
     async def _ask(self, method: str, deadline_s: float, request: _Request, _: type[_Reply]) -> _Reply:
 
-        async def once(call: Call) -> Answer:
-            made = getattr(self._stub, method)(_sendable(method, request), timeout=deadline_s, metadata=call.metadata)
-            if not isinstance(made, grpc.aio.StreamUnaryCall):
-                return await made, await made.trailing_metadata()
-            return await answer_of(made), await made.initial_metadata()
+        async def once(shown: Metadata) -> Any:
+            made = getattr(self._stub, method)(_sendable(method, request), timeout=deadline_s, metadata=shown)
+            return await (answer_of(made) if isinstance(made, grpc.aio.StreamUnaryCall) else made)
 
         return cast(_Reply, parsed_reply(method, await self._wait(method, deadline_s, once)))
 
     async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
 
-        async def once(call: Call) -> Answer:
-            made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
-            believed = False
+        async def once(shown: Metadata) -> None:
+            made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=shown)
             try:
                 async for part in made:
-                    if not believed:
-                        call.require_proof(await made.initial_metadata())
-                        believed = True
                     take(_parsed_part(method, part))
             except PenstockError:
                 made.cancel()
                 raise
-            return None, await made.trailing_metadata()
 
         await self._wait(method, deadline_s, once)
 

@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
 from penstock.proto.rpc.addresses import host_id, is_local, refuse_strangers, refuse_unsafe, socket_path
 from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
-from penstock.proto.rpc.credentials.token_proof import TokenVerifier
+from penstock.proto.rpc.credentials.callers import Callers
 from penstock.proto.rpc.credentials.tokens import FromFile, Tokens, read_token, read_tokens
 from penstock.proto.rpc.tls import Renewing, Tls, load_tls
 from penstock.proto.rpc.version import PROTOCOL, VERSION
@@ -215,8 +215,8 @@ async def server_aio(
     another user controls it, PortTakenError, TlsError if the certificate cannot be used."""
     refuse_strangers(listen)
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
-    verifier = TokenVerifier(Tokens(tokens))
-    interceptor = AuthInterceptor(verifier, calls if calls is not None else CallCounters(), tls)
+    callers = Callers(Tokens(tokens))
+    interceptor = AuthInterceptor(callers, calls if calls is not None else CallCounters(), tls)
     if _answers(listen):
         raise PortTakenError(f"{listen} is in use by another process: choose another path")
     limit = ("grpc.max_allowed_incoming_connections", connections_max())
@@ -241,16 +241,16 @@ async def server_aio(
     except RuntimeError as error:
         raise _why_not_bound(binding) from error
     await server.start()
-    tasks = [asyncio.create_task(_renew(verifier))] if isinstance(tokens, FromFile) else []
+    tasks = [asyncio.create_task(_renew(callers))] if isinstance(tokens, FromFile) else []
     if socket_path(listen) is not None:  # only this user can connect to it
         return RunningServer(server, listen, status, tasks, files)
     return RunningServer(server, f"{listen.rpartition(':')[0]}:{port}", status, tasks, files)
 
 
-async def _renew(verifier: TokenVerifier) -> None:
+async def _renew(callers: Callers) -> None:
     while True:
         await asyncio.sleep(RENEW_S)
-        verifier.renew()
+        callers.renew()
 
 
 def _server_credentials(files: Renewing) -> grpc.ServerCredentials:

@@ -178,10 +178,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -
     detail = detail_of(error)
     status = grpc.StatusCode[CATALOGUE[detail.name].status]
     first_line = detail.message.partition("\n")[0][:1000]  # the whole message is in the detail
-    trailing: tuple[tuple[str, str | bytes], ...] = (
-        *(context.trailing_metadata() or ()),  # this end's proof
-        (ERROR_KEY, detail.SerializeToString()),
-    )
+    trailing: tuple[tuple[str, str | bytes], ...] = ((ERROR_KEY, detail.SerializeToString()),)
     if isinstance(error, OverloadedError):
         trailing = (*trailing, (RETRY_KEY, str(math.ceil(1000 * error.retry_after_s))))
     await context.abort(status, first_line, trailing)

@@ -27,6 +27,7 @@ class TlsFiles(Section):
     table: ClassVar[str] = CLUSTER
     role: ClassVar[str] = "*"
     """Role of the process, for the `*` in `credentials`; "*": leave it."""
+    FILES: ClassVar[tuple[str, ...]] = ("tls_ca", "tls_cert", "tls_key", "tls_name", "credentials")
 
     tls_ca: FilePath = Field(
         "",
@@ -43,6 +44,10 @@ class TlsFiles(Section):
         "",
         description="File with CA, certificate, key and token of this role, as `penstock up` writes it, instead of the "
         "TLS settings and the token; `*` = this role.",
+    )
+
+    insecure: bool = Field(
+        False, description="Allow to listen beyond this machine, and to send tokens over TCP, without TLS."
     )
 
     @field_validator("credentials")

@@ -41,7 +41,7 @@ class Announcement:
     folder: str
     """Folder of the embedded coordinator or of the fleet, by which `announce` and `withdraw` find an announcement."""
     tls: Mapping[str, str] = field(default_factory=dict)
-    """Settings that a caller needs for TLS: tls_ca, tls_name."""
+    """Settings by which a caller may send its token: tls_ca, tls_name, insecure."""
     owner: Identity | None = None
     """Process whose end also ends the coordinator; None for a coordinator on another machine."""
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.proto.errors import OverloadedError, PenstockError, SupersededError
 from penstock.proto.lane.frames import LANE_PROTOCOL
+from penstock.proto.rpc.addresses import socket_path
 from penstock.proto.rpc.bounds.polling import HOLD_S, MOST, PollPace, intervals, within
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, detail_of, host_id
@@ -70,7 +71,7 @@ class Daemon:
         self._tempdir = TemporaryFolder(user)
         self.host = SlotHost(
             settings.name or own_name(),
-            AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls),
+            AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls, insecure=settings.insecure),
             Blobs(self._connect),
             KeptForkServer(self._tempdir.path, sandboxed=not settings.no_sandbox, user=user, started=fork_server),
             TurnQueue(cores()),
@@ -101,7 +102,10 @@ class Daemon:
         self._made = self._seen = 0
         """Versions of the coordinator's replies: the last one applied, and the one reported as known (0: send all
         again)."""
-        self.listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
+        beside = socket_path(settings.coordinator)
+        self.listeners = LaneListeners(
+            self._attach, settings.tls, insecure=settings.insecure, folder=beside and beside.parent
+        )
         self._clock_offset = 0.0
         """Coordinator's Unix time minus this worker's monotonic clock at the last reply, in seconds."""
         self._dirty = asyncio.Event()
@@ -177,7 +181,7 @@ class Daemon:
 
     def _connect(self) -> CoordinatorClient:
         settings = self.settings
-        return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
+        return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls, insecure=settings.insecure)
 
     async def _leave(self) -> None:
         with contextlib.suppress(PenstockError, TimeoutError):

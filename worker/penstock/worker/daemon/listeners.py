@@ -1,6 +1,7 @@
-"""Listeners for lanes, the connections through which training jobs (consumers) read a slot's batches: an abstract Unix
-socket for this host, a TCP port for others. A consumer whose Hello has a valid ticket is passed to the runner, one on
-another host through a sender.
+"""Listeners for lanes, the connections through which training jobs (consumers) read a slot's batches: a Unix socket for
+this host, a TCP port for others. A consumer whose Hello has a valid ticket is passed to the runner, one on another host
+through a sender. The Unix socket is beside the coordinator's, if that has one: containers with a network of their own
+reach both through the folder. Else it is abstract.
 
 A peer that has not sent a Hello must cost little: no thread, few bytes, one deadline. At the limit of such peers the
 oldest connection of the address with the most is closed, so a peer with many silent connections loses its own.
@@ -20,6 +21,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from penstock.proto.errors import (
     InvalidArgumentError,
@@ -44,6 +46,8 @@ from penstock.worker.slots.slot_record import SlotKey
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
 WAITING = 256
+LANES = "penstock-lanes-"
+"""Beginning of the name of a Unix socket for lanes."""
 SHOWN = 200
 REFUSALS_S = 60.0
 """Seconds between two log lines about refused connections of one training job's box, or without a ticket of one
@@ -67,10 +71,14 @@ def check_hello(hello: lane_pb2.Hello) -> None:
 
 class LaneListeners:
     """Listeners for lanes. attach: called with each connection and its Hello. tls: None = no TLS; with a CA, remote
-    training jobs must show a certificate too. insecure: allows an address beyond this machine without TLS."""
+    training jobs must show a certificate too. insecure: allows an address beyond this machine without TLS. folder: of
+    the coordinator's Unix socket; None: it has none."""
 
-    def __init__(self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False) -> None:
+    def __init__(
+        self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False, folder: Path | None = None
+    ) -> None:
         self._attach = attach
+        self._folder = folder
         # With a CA alone this worker can check its coordinator, but has no certificate to show to consumers.
         self._files: Renewing | None = None
         self._context: ssl.SSLContext | None = None
@@ -96,8 +104,15 @@ class LaneListeners:
             raise InvalidArgumentError(f"--listen must be HOST:PORT with a port from 0 (any) to 65535, got {listen!r}")
         refuse_unsafe(listen, encrypted=self._context is not None, insecure=self._insecure)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.local_address = f"penstock-lanes-{secrets.token_hex(8)}"
-        local.bind("\0" + self.local_address)
+        self.local_address = f"{LANES}{secrets.token_hex(4)}"
+        where = f"\0{self.local_address}" if self._folder is None else str(self._folder / self.local_address)
+        try:
+            local.bind(where)
+        except OSError as error:
+            local.close()
+            raise InvalidArgumentError(
+                f"the worker cannot listen at {where}: {error}. Choose a shorter path"
+            ) from error
         tcp_listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         tcp_listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -119,6 +134,8 @@ class LaneListeners:
             task.cancel()
         for listener in self._sockets:
             listener.close()
+        if self._folder is not None:
+            (self._folder / self.local_address).unlink(missing_ok=True)
         for sender in self._senders:
             sender.stop()
 

@@ -188,7 +188,7 @@ def parsed_reply(method: str, data: bytes) -> Any:
 
 
 class _BytesChannel:
-    """Channel for the generated stub that returns replies as bytes, to be parsed only after the server's proof. gRPC
+    """Channel for the generated stub that returns replies as bytes, to be parsed with limits. gRPC
     itself would return None for a reply that cannot be parsed."""
 
     def __init__(self, channel: Any) -> None:

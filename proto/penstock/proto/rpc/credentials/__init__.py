@@ -1,1 +1,1 @@
-"""Credentials of callers: tokens, the proof that a caller knows one, their roles, and lane tickets."""
+"""Credentials of callers: tokens, their roles, the callers that show one, and lane tickets."""
