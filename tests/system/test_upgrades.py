@@ -30,7 +30,7 @@ from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 REPO = Path(__file__).resolve().parents[2]
-EARLIER = ""
+EARLIER = "8e1d603a3f7977b283ff62ffeda0356c15cafed4"
 ROOTS = ("proto", "appliance", "worker", "client", "deploy")
 THIS = ""
 """Path of this tree: what is installed."""
