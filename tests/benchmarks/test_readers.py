@@ -51,7 +51,7 @@ def test_readers_take_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", [TheirsDelta, TheirsIceberg])
-@pytest.mark.parametrize("kind", QUICK, ids=str)
+@pytest.mark.parametrize("kind", QUICK, ids=[kind.name for kind in QUICK])
 def test_readers_of_tables_read_the_same(library: Any, kind: Kind, tmp_path: Path) -> None:
     asked = {"kind": kind.name, "folder": str(tmp_path / "data"), "samples": kind.samples}
     readers = library(), OursTable()
