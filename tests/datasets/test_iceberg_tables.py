@@ -18,7 +18,10 @@ import zstandard
 from iceberg_deletes import DeleteCommit
 from plain_rows import comparable
 from pyiceberg.catalog.memory import InMemoryCatalog
+from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.table import StaticTable
+from pyiceberg.table.update import AddPartitionSpecUpdate, SetDefaultSpecUpdate
+from pyiceberg.transforms import VoidTransform
 from pyiceberg.types import LongType, StringType
 
 from penstock.data import StreamingDataset, StreamingLoader, index_folder, index_table
@@ -196,6 +199,25 @@ def test_rows_added_after_an_equality_delete_stay(catalog: Any, tmp_path: Path) 
     registered.append(pyarrow.table({"a": [2, 3]}))
     index_table(folder)
     assert [row["a"] for row in read(folder)] == [1, 2, 3]
+
+
+def test_equality_deletes_of_void_partitions_are_global(catalog: Any) -> None:
+    """A removed partition stays as a void field in a table that was of version 1."""
+    schema = pyarrow.schema([("a", pyarrow.int64()), ("part", pyarrow.string())])
+    table = catalog.create_table("tests.void", schema)
+    with table.update_spec() as spec:
+        spec.add_identity("part")
+    rows = pyarrow.table({"a": [1, 2], "part": ["x", "y"]}, schema)
+    table.append(rows)
+    void = PartitionSpec(PartitionField(2, 1001, VoidTransform(), "part_void"), spec_id=2)
+    with table.transaction() as transaction:
+        transaction._apply((AddPartitionSpecUpdate(spec=void), SetDefaultSpecUpdate(spec_id=-1)))
+    catalog.load_table("tests.void").append(rows)
+    change = DeleteCommit(folder_of(table))
+    change.equal({"a": pyarrow.array([1])}, next(file for file in change.data_files() if file.spec_id == 2))
+    change.commit()
+    index_table(folder_of(table))
+    assert read(folder_of(table)) == [{"a": 2, "part": "y"}] * 2
 
 
 def test_tables_of_spark(tmp_path: Path) -> None:

@@ -292,8 +292,9 @@ class _Table:
         return {path: positions[codes == code] for code, path in enumerate(paths.dictionary.to_pylist())}
 
     def _shares_partition(self, file: Any, deletes: Any) -> bool:
-        """Return True if equality deletes are of a file's partition, or of all partitions."""
-        is_global = not self._metadata.specs()[deletes.spec_id].fields
+        """Return True if equality deletes are of a file's partition, or of all partitions: those of a spec without
+        fields, or whose fields are all void, as removed ones stay in tables of version 1."""
+        is_global = all(str(each.transform) == "void" for each in self._metadata.specs()[deletes.spec_id].fields)
         return is_global or (file.spec_id == deletes.spec_id and file.partition == deletes.partition)
 
     def _equal_rows(self, file: Any, deletes: Sequence[Any], constants: Mapping[str, str | None]) -> Ints:
