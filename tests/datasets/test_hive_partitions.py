@@ -100,3 +100,29 @@ def test_every_format_of_rows(tmp_path: Path, format: str) -> None:
         _ = StreamingDataset(tmp_path / "from", columns=["no"])[0]
     convert_dataset(tmp_path / "from", tmp_path / "to", "mds")
     assert sorted(StreamingDataset(tmp_path / "to")[:], key=lambda row: row["i"]) == rows
+
+
+def test_partitions_of_splits_are_never_one_split(tmp_path: Path) -> None:
+    def indexed(*folders: str) -> Path:
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        for folder in folders:
+            (root / folder).mkdir(parents=True)
+            (root / folder / "a.jsonl").write_text(json.dumps({"of": folder}) + "\n")
+        index_folder(root)
+        return root
+
+    def read(root: Path, split: str | None = None) -> list[str]:
+        return [row["of"] for row in StreamingDataset(root, split=split)[:]]
+
+    root = indexed("lang=de/split=train", "lang=de/split=my%20own", "lang=en/split=train")
+    assert read(root, "train") == ["lang=de/split=train", "lang=en/split=train"]
+    assert read(root, "my own") == ["lang=de/split=my%20own"]
+    assert StreamingDataset(root, split="train")[0]["split"] == "train"
+    with pytest.raises(InvalidArgumentError, match="split must be one of train, my own, got None"):
+        StreamingDataset(root)
+    for folders in (["part=test", "part=train"], ["train=0", "train=1"], ["part=dev-1", "part=x"]):
+        root = indexed(*folders)
+        assert read(root) == read(root, "*") == folders
+        with pytest.raises(InvalidArgumentError, match=r"split must be \['\*'\], as it was indexed, got 'train'"):
+            StreamingDataset(root, split="train")
+    assert read(indexed("lang=contest", "lang=de"), "train") == ["lang=contest", "lang=de"]

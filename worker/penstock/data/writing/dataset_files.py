@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.fields import InvalidField, is_int32
@@ -28,7 +27,7 @@ from penstock.data.formats.index import (
 )
 from penstock.data.formats.records.energon_folder import load_yaml
 from penstock.data.formats.shards import Shard
-from penstock.data.formats.splits import EVERY_SPLIT, WITHOUT_WORDS, splits_of
+from penstock.data.formats.splits import EVERY_SPLIT, NO_VALUE, WITHOUT_WORDS, hive_steps, splits_of
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
@@ -40,7 +39,6 @@ HASH, HASHED_AT_ONCE = "xxh3_128", 4
 """Algorithm of the argument `hashes`, and files that are read for it at the same time."""
 PARTITIONED = ("parquet", "arrow", "json_lines", "csv_rows")
 """Formats whose samples are rows: folders like `label=1/` give them columns."""
-NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"-?[0-9]{1,4000}")
 _HEAD = re.compile(r"\A---\r?\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
 
@@ -210,8 +208,8 @@ def partitions_of(names: Sequence[str]) -> dict[str, dict[str, int | str | None]
     Empty without such folders."""
     found: dict[str, dict[str, str | None]] = {}
     for name in names:
-        steps = [step.partition("=") for step in name.split("/")[:-1] if "=" in step]
-        found[name] = {unquote(key): None if value == NO_VALUE else unquote(value) for key, _, value in reversed(steps)}
+        steps = reversed(hive_steps(name))
+        found[name] = {key: None if value == NO_VALUE else value for key, value in steps}
     keys = dict.fromkeys(key for values in found.values() for key in reversed(values))
     if not keys:
         return {}
