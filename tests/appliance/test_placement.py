@@ -40,10 +40,14 @@ def opening(host_id: str, input_fn: str = "m:f", lanes: int = 0) -> pb.OpenRunRe
     return pb.OpenRunRequest(host_id=host_id, loader=loader, lane_protocol=lanes)
 
 
+def able_workers(opening: pb.OpenRunRequest, workers: dict[str, Worker]) -> list[Worker]:
+    module, lanes = opening.loader.input_fn.partition(":")[0], opening.lane_protocol or UNNAMED_LANE_PROTOCOL
+    return [w for w in workers.values() if w.lane_protocol == lanes and (not w.allow or under(module, w.allow))]
+
+
 def plainly(slot: Slot, opening: pb.OpenRunRequest, workers: dict[str, Worker]) -> Worker | None:
     """All workers, one after the other."""
-    module, lanes = opening.loader.input_fn.partition(":")[0], opening.lane_protocol or UNNAMED_LANE_PROTOCOL
-    able = [w for w in workers.values() if w.lane_protocol == lanes and (not w.allow or under(module, w.allow))]
+    able = able_workers(opening, workers)
     return min((w for w in able if w.free > 0), key=lambda w: cost(slot, opening.host_id, w), default=None)
 
 
@@ -112,8 +116,13 @@ def test_choice_equals_the_plain_rule(
             room.offer(known)
         elif what == "remove":
             del workers[name]
+            room.forget(name)
         elif what == "drain":
             known.draining = True
+            room.offer(known)
+        able = able_workers(opening(host, input_fn, lanes), workers)
+        slots = sum(w.capacity for w in able if not w.draining)
+        assert room.room(opening(host, input_fn, lanes)) == (sum(max(0, w.free) for w in able), slots)
         assert room.is_full == all(each.free <= 0 for each in workers.values())
     for host in HOSTS:
         assert room.choose(slot(), opening(host)) is plainly(slot(), opening(host), workers)

@@ -329,11 +329,13 @@ async def test_a_deadline_names_who_is_waited_for(client: AsyncCoordinatorClient
         raise asyncio.CancelledError
 
     await client.open_run(opening(0, num_boxes=2))
+    await client.register(pb.RegisterWorkerRequest(worker="z", session="s", slots=1))
     async with daemon(address, say=silent, slots=1):
         await client.watch_run(watching())
         async with asyncio.timeout(DEADLINE_S):
             while (await client.watch_run(watching())).slots[0].phase != pb.READY:
                 await asyncio.sleep(0)
+        await client.deregister(pb.DeregisterWorkerRequest(worker="z", session="s"))
         with pytest.raises(DeadlineError) as caught:
             await client.fetch_state(asking(0, 2, deadline_s=0.3))
         assert caught.value.message == (

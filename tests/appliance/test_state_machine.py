@@ -39,13 +39,16 @@ def test_waiting_slots_are_counted_as_missing(world: FakeCluster) -> None:
     assert box.watch().missing_slots == 3
     seen = box.watch().version
     worker = world.worker("w", 2)
+    gone = world.worker("v", 1)
     reply = box.watch()
-    assert (reply.missing_slots, box.phases()) == (1, ["STARTING", "STARTING", "WAITING"])
+    assert (reply.missing_slots, box.phases()) == (0, ["STARTING"] * 3)
     assert reply.version > seen
     assert world.topics[-1] == ("box", "job/0", 1, 0)
-    world.worker("v", 1)
-    assert box.watch().missing_slots == 0
     assert len(worker.heartbeat().assignments) == 2
+    lost = gone.heartbeat().assignments[0].slot
+    world.run_for(4.0, [worker, box])
+    assert box.watch().missing_slots == 1
+    assert box.phases()[lost] == "WAITING"
 
 
 def test_place_in_the_queue_of_starts_is_told(world: FakeCluster) -> None:

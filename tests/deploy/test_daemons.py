@@ -57,6 +57,16 @@ def test_coordinator_in_memory_needs_a_token(shell: Any, tmp_path: Path) -> None
     assert "Set PENSTOCK_TOKEN, or pass --token-file" in done.error
 
 
+def test_budgets_are_of_names_that_tokens_have(shell: Any, tmp_path: Path) -> None:
+    tokens = "client/team-a:a-token-of-a\nadmin/team-b:a-token-of-b"
+    given = ("coordinator", *LOCAL, "--state-dir", ":memory:", "--http", "off", "--max-slots", "team-a=4")
+    started = shell.start(*given, "--max-slots", "client=2", PENSTOCK_TOKEN=tokens)
+    assert "max_slots=team-a=4,client=2 (--max-slots)" in started.log.read_text()
+    for wrong, says in (("team-b=1", "no token has this name"), ("client", "NAME=N"), ("team-a=5", "only once")):
+        done = shell.call(*given, "--max-slots", wrong, PENSTOCK_TOKEN=tokens)
+        assert (done.returncode, says in done.error) == (2, True), done.error
+
+
 def test_port_taken(shell: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"

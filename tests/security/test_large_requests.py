@@ -230,8 +230,8 @@ def test_a_worker_can_always_be_answered() -> None:
     worker = world.worker("w", 1024)
     opening = pb.OpenRunRequest(job="large", client_id="c")
     opening.loader.arguments = bytes(200 << 10)
-    for number in range(8):
-        world.open(job=f"large-{number}", num_workers_per_box=128, loader=opening.loader)
+    for number in range(64):
+        world.open(job=f"large-{number}", loader=opening.loader)
     world.open(job="small")
     placed = len(worker.heartbeat().assignments)
     assert worker.heartbeat().ByteSize() < REPLY_MAX

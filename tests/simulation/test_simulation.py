@@ -14,7 +14,7 @@ from simulated.mutations import MUTATIONS, Mutation, applied
 from simulated.scenario import simulate
 from simulated.truth import PROMISES
 
-SEEDS = 44
+SEEDS = 50
 """Histories: a second of a core plays eleven. Most mutations survive fewer; `make simulate` plays thousands."""
 GROUPS = 2
 """Groups of seeds, one test each, in which every kind of fault happens; a failure names its seed."""

@@ -109,9 +109,10 @@ class FakeCluster:
         return worker
 
     def open(self, box: int = 0, **fields: object) -> FakeBox:
-        """Open run "job/0" with 2 workers per box. `fields`: of the request, or loader options `retention` (100),
-        `skip_poison` (False)."""
+        """Open run "job/0" with 2 workers per box. `fields`: of the request, loader options `retention` (100) and
+        `skip_poison` (False), or the `credential` ("")."""
         retention = fields.pop("retention", 100)
+        credential = str(fields.pop("credential", ""))
         skip_poison = bool(fields.pop("skip_poison", False))
         request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a")
         request.client_id = f"client-{box}"
@@ -119,7 +120,7 @@ class FakeCluster:
         request.loader.options.retention_steps = int(str(retention))
         request.loader.options.skip_poison = skip_poison
         request.MergeFrom(pb.OpenRunRequest(**fields))  # type: ignore[arg-type]
-        return FakeBox(self, request, self.state_machine.attempts.open_run(request))
+        return FakeBox(self, request, self.state_machine.attempts.open_run(request, credential))
 
 
 @dataclass

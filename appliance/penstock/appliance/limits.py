@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 MIB = 1 << 20
@@ -36,6 +37,13 @@ class Limits:
     """Time until balance may move a slot, so that measured waits are of its present worker; 0 = never."""
     budget: int = DISK_BUDGET
     """Most bytes of snapshots and blobs; 0: `default_budget`."""
+
+    max_slots: Mapping[str, int] = field(default_factory=dict)
+    """Name of client tokens -> most slots that their boxes have at a time; "client": of each token without an entry."""
+
+    def slot_budget(self, credential: str) -> int | None:
+        """Return the most slots of a credential, by its name or digest; None: no budget, or no known credential."""
+        return self.max_slots.get(credential, self.max_slots.get("client")) if credential else None
 
     @property
     def tick_s(self) -> float:

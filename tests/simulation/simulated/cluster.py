@@ -4,6 +4,7 @@ compare them with its disk, checked whenever nothing more waits to be written.""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
@@ -57,9 +58,7 @@ class Before:
 
     def settled(self, state_machine: StateMachine, now: float) -> bool:
         """Whether the coordinator has been awake for SETTLES_S with slots to release or to place."""
-        cluster = state_machine.cluster
-        room = any(worker.free > 0 for worker in cluster.workers.values())
-        if not (state_machine.placement.waiting and room):
+        if not _could_have_worker(state_machine):
             self.busy_from = math.inf
             return False
         self.busy_from = min(self.busy_from, self.awake(now))
@@ -74,10 +73,19 @@ class Before:
         self.targets.clear()
 
 
+def _could_have_worker(state_machine: StateMachine) -> Slot | None:
+    """A slot that waits although there is room for it, or for all of its box if that has had no workers."""
+    cluster = state_machine.cluster
+    free = sum(max(0, worker.free) for worker in cluster.workers.values())
+    boxes = ((slot, cluster.box_of(slot)[1]) for slot in state_machine.placement.waiting.values())
+    return next((slot for slot, box in boxes if free >= (1 if box.working else len(box.slots))), None)
+
+
 def check_cluster(fail: Fail, state_machine: StateMachine, settled: bool) -> None:
     """The cluster state in themselves. `settled`: whether what is done in slices must be done by now."""
     cluster, placement = state_machine.cluster, state_machine.placement
     held: dict[SlotKey, set[str]] = {}
+    in_use: Counter[str] = Counter()
     for name, worker in cluster.workers.items():
         if worker.registered and len(worker.slots) > worker.capacity:
             fail("nobody holds more than it has room for", f"{name} holds {len(worker.slots)} of {worker.capacity}")
@@ -89,6 +97,10 @@ def check_cluster(fail: Fail, state_machine: StateMachine, settled: bool) -> Non
         if attempt.number != cluster.runs[attempt.run].attempt:
             fail("who is superseded owns nothing", f"attempt {attempt.number} of {attempt.run} is open")
         for box in attempt.boxes.values():
+            has = any(slot.worker for slot in box.slots)
+            if box.working < has or (box.working and box.presence is BoxPresence.GONE):
+                fail("a budget has what is in use", f"box {box.number} counts: {box.working}, and has workers: {has}")
+            in_use[box.credential] += attempt.num_workers * box.working
             for slot in box.slots:
                 target = slot.target
                 named = {slot.worker, target.worker if target is not None else ""} - {""}
@@ -107,8 +119,10 @@ def check_cluster(fail: Fail, state_machine: StateMachine, settled: bool) -> Non
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)}, and waits in line: {waiting}")
                 if not live and slot.worker:
                     fail("who is superseded owns nothing", f"{slot.key} of a box that is gone is with {slot.worker}")
-    if placement.waiting and settled and any(worker.free > 0 for worker in cluster.workers.values()):
-        fail(_WAITS, f"{next(iter(placement.waiting))} waits although a worker has room")
+    if any(jobs.total() != in_use[credential] for credential, jobs in cluster.in_use.items()):
+        fail("a budget has what is in use", f"{dict(cluster.in_use)}, but the boxes have {dict(in_use)}")
+    if settled and (able := _could_have_worker(state_machine)):
+        fail(_WAITS, f"{able.key} waits although workers have room")
 
 
 def check_disk(fail: Fail, state_machine: StateMachine, disk: Disk) -> None:
@@ -119,6 +133,9 @@ def check_disk(fail: Fail, state_machine: StateMachine, disk: Disk) -> None:
             row = disk.tables["boxes"].get((attempt.run, attempt.number, box.number), {})
             if row.get("client_id") != box.client or row.get("place") != box.presence.value:
                 fail(_JOURNAL, f"box {box.number} is {box.presence.value} for {box.client}, on disk {row}")
+            row = disk.tables["holders"].get((attempt.run, attempt.number, box.number), {})
+            if row != {**row, "credential": box.credential, "working": box.working}:
+                fail(_JOURNAL, f"box {box.number} is of {box.credential!r}, works: {box.working}, on disk {row}")
             slots += len(box.slots)
             for slot in box.slots:
                 _check_slot(fail, slot, disk)

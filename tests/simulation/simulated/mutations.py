@@ -45,10 +45,25 @@ MUTATIONS = (
     Mutation(
         "a move does not raise the generation", Placement, "move", "slot.generation = slot.next_generation", "pass"
     ),
-    Mutation("a slot that was moved is forgotten", Placement, "move", "self.waiting[slot.key] = slot", "pass"),
-    Mutation("a slot is given out twice", Placement, "place_waiting", "del self.waiting[slot.key]", "pass"),
+    Mutation("a slot that was moved is forgotten", Placement, "move", "self.enqueue(slot)", "pass"),
     Mutation(
-        "a slot is given out and not written down", Placement, "place_waiting", "self._cluster.save_slot(slot)", "pass"
+        "room in a budget or at a worker is overlooked", Placement, "place_waiting", "room != self._room", "False"
+    ),
+    Mutation("a slot is given out twice", Placement, "_place", "del self.waiting[slot.key]", "pass"),
+    Mutation("a slot is given out and not written down", Placement, "_place", "self._cluster.save_slot(slot)", "pass"),
+    Mutation(
+        "a box that counts in a budget is not written down",
+        Placement,
+        "place_waiting",
+        "self._cluster.save_holder(attempt, box)",
+        "pass",
+    ),
+    Mutation(
+        "a box that gave its workers back counts on",
+        Attempts,
+        "_vacate",
+        "cluster.set_working(attempt, box, working=False)",
+        "pass",
     ),
     Mutation(
         "a superseded attempt is not ended", Attempts, "_next_attempt", "if run.current is not None:", "if False:"

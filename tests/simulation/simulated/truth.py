@@ -47,6 +47,7 @@ PROMISES = (
     "a slot is ready when its runner is",
     "nobody holds more than it has room for",
     "nothing waits unnamed",
+    "a budget has what is in use",
     "a lease is whole",
     "a durable snapshot can be had",
     "the budget has what is kept",

@@ -71,7 +71,7 @@ class Attempts:
     # -------------------------------------------------------------------------------------------------------- opening
 
     def open_run(self, request: pb.OpenRunRequest, credential: str = "") -> pb.OpenRunReply:
-        """Open a run, or add a box to its open attempt. `credential`: digest of the caller's credential token."""
+        """Open a run, or add a box to its open attempt. `credential`: name or digest of the caller's token."""
         cluster = self._cluster
         now = cluster.clock()
         start = opening.validate(request)
@@ -148,9 +148,10 @@ class Attempts:
         for number in range(attempt.num_workers):
             slot = Slot(SlotKey(attempt.run, attempt.number, box.number, number), run.generation + 1)
             box.slots.append(slot)
-            self._placement.waiting[slot.key] = slot
+            self._placement.enqueue(slot)
             cluster.save_slot(slot)
         cluster.save_box(attempt, box)
+        cluster.save_holder(attempt, box)
         cluster.bump_box(attempt, box)
         where = f"in attempt {attempt.number}, from host {request.host_id or '?'}"
         text = f"box {box.number} of {attempt.topology} is {where}"
@@ -192,7 +193,7 @@ class Attempts:
         self._cluster.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
         for slot in box.slots:
             if slot.phase == pb.WAITING:
-                self._placement.waiting[slot.key] = slot
+                self._placement.enqueue(slot)
         self._cluster.save_box(attempt, box)
         self._cluster.bump_box(attempt, box)
 
@@ -351,6 +352,7 @@ class Attempts:
         boxes = attempt.boxes.values()
         for box in boxes:
             cluster.slots_held[box.credential] -= attempt.num_workers
+            cluster.set_working(attempt, box, working=False)
         self._release(attempt)
         # the box's number does not matter: `settle` looks at the attempt only
         cluster.touched.add((attempt.run, attempt.number, next(iter(attempt.boxes), 0)))
@@ -361,7 +363,7 @@ class Attempts:
         which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
         cluster.journal.put_all("boxes", lambda: (box_row(attempt, box) for box in boxes), **which)
         cluster.journal.put_all("tracks", lambda: (history_row(attempt, box) for box in boxes), **which)
-        for table in ("slots", "skips", "abandoned", "reserved"):
+        for table in ("slots", "skips", "abandoned", "reserved", "holders"):
             cluster.journal.drop(table, **which)
         cluster.save_attempt(attempt)
         cluster.save_run(run)
@@ -421,6 +423,8 @@ class Attempts:
             cluster.save_history(attempt, box)
         for slot in box.slots:
             self._placement.vacate(slot, note)
+        cluster.set_working(attempt, box, working=False)
+        cluster.save_holder(attempt, box)
         cluster.save_box(attempt, box)
         cluster.bump_box(attempt, box)
         return len(box.slots)

@@ -16,7 +16,7 @@ changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
 from penstock.appliance.core.entities import Box, Slot, Worker
@@ -47,11 +47,16 @@ def _of_box(
     )
 
 
-def find(boxes: Iterable[Box], workers: Mapping[str, Worker], busy_cores: int = 0) -> pb.Bottleneck | None:
+def find(
+    boxes: Iterable[Box],
+    workers: Mapping[str, Worker],
+    busy_cores: int = 0,
+    why_waits: Callable[[Box], str] = lambda box: "",
+) -> pb.Bottleneck | None:
     """Return the run's bottleneck from the boxes whose loops run; None if there are none. `busy_cores`: cores of the
-    workers' machines if the slots keep all busy; else 0."""
+    workers' machines if the slots keep all busy; else 0. `why_waits`: what a box waits for (slot_budgets.py)."""
     boxes = list(boxes)
-    stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
+    stuck = next((found for box in boxes if (found := _unplaced(box, why_waits)) is not None), None)
     stuck = stuck or next((found for box in boxes if (found := _stalled(box)) is not None), None)
     if stuck is not None or not boxes:
         return stuck
@@ -71,16 +76,15 @@ def find(boxes: Iterable[Box], workers: Mapping[str, Worker], busy_cores: int = 
     return alone or _straggler(worst, top, waits) or _few(worst, waits, busy_cores)
 
 
-def _unplaced(box: Box) -> pb.Bottleneck | None:
+def _unplaced(box: Box, why_waits: Callable[[Box], str]) -> pb.Bottleneck | None:
     """Return a bottleneck if a slot has no worker and waits are measured for less than LEAST_S: no first batch."""
     slot = next((slot for slot in box.slots if slot.phase == pb.WAITING), None)
     if slot is None or box.waits.span_s >= LEAST_S:
         return None
-    text = (
-        f"Box {box.number} must wait: no worker has free capacity for its slot {slot.key.slot}. Start more workers, or "
-        "workers with more slots."
+    why = why_waits(box) or (
+        f"no worker has free capacity for its slot {slot.key.slot}. Start more workers, or workers with more slots"
     )
-    return _of_box(box, "unplaced", text, slot.key.slot)
+    return _of_box(box, "unplaced", f"Box {box.number} must wait: {why}.", slot.key.slot)
 
 
 def _stalled(box: Box) -> pb.Bottleneck | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +58,11 @@ class ClusterState:
         """Divisor of the calls per second that peers may make; 1 = not overloaded: leases.updated_load_factor."""
         self.live_boxes = 0
         self.slots_held: Counter[str] = Counter()
-        """Digest of a credential token -> slots of the boxes that it opened, in open attempts."""
+        """Name or digest of a credential token -> slots of the boxes that it opened, in open attempts."""
+        self.in_use: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """The same -> job -> slots of its boxes that work."""
+        self.budgets_freed = 0
+        """Number of boxes that have given their workers back."""
         self.placed = 0
         """Number of slots that workers hold; one with a migration target counts twice."""
         self.touched: set[tuple[str, int, int]] = set()
@@ -176,6 +180,20 @@ class ClusterState:
 
     def save_box(self, attempt: Attempt, box: Box) -> None:
         self.journal.put("boxes", box_row(attempt, box))
+
+    def save_holder(self, attempt: Attempt, box: Box) -> None:
+        self.journal.put("holders", _box_key(attempt, box) | {"credential": box.credential, "working": box.working})
+
+    def set_working(self, attempt: Attempt, box: Box, *, working: bool) -> None:
+        """Note that the box's slots have workers, and so count in the budget of its credential, or no longer."""
+        if box.working is working:
+            return
+        box.working = working
+        jobs, job = self.in_use[box.credential], attempt.run.rpartition("/")[0]
+        jobs[job] += attempt.num_workers if working else -attempt.num_workers
+        self.budgets_freed += not working
+        if not jobs[job]:
+            del jobs[job]
 
     def save_slot(self, slot: Slot) -> None:
         attempt, _ = self.box_of(slot)

@@ -189,7 +189,9 @@ class Box:
     version: int
     slots: list[Slot] = field(default_factory=list)
     credential: str = ""
-    """Digest of the credential token that opened the box; "" after a restart."""
+    """Name or digest of the credential token that opened the box; "" if an older release stored the box."""
+    working: bool = False
+    """True from when all its slots got workers until it gives them back: it then counts in the credential's budget."""
 
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """Position in the client's newest report; empty before the first."""

@@ -15,6 +15,7 @@ stale entries are skipped. Workers that lost the slot repeatedly are compared on
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 
 from penstock.appliance.core.entities import Slot, Worker, lane_protocol_of
@@ -72,9 +73,17 @@ class FreeCapacity:
         """Kind -> host -> heap of workers, by load and name; None = of all hosts."""
         self._entries = 0
         """Entries added since the last rebuild, which removes stale ones."""
+        self._counted: dict[str, tuple[_Kind, int, int]] = {}
+        """Worker -> its kind, free slots and slots, as they are in the sums."""
+        self._free: Counter[_Kind] = Counter()
+        self._slots: Counter[_Kind] = Counter()
+        self.grown = 0
+        """Number of times that a worker had more free slots than before, or other ones."""
 
     def offer(self, worker: Worker) -> None:
         """Add an entry for the worker; call it whenever the worker has changed."""
+        takes = worker.registered and not worker.draining
+        self._count(worker.name, _kind_of(worker), max(0, worker.free), worker.capacity if takes else 0)
         if worker.free <= 0:
             return
         self._entries += 1
@@ -86,6 +95,28 @@ class FreeCapacity:
         for host_id in (None, worker.host_id):
             heapq.heappush(heaps.setdefault(host_id, []), (worker.load, worker.name))
 
+    def forget(self, name: str) -> None:
+        """Leave out a worker that has been removed."""
+        if name in self._counted:
+            self._count(name, self._counted[name][0], 0, 0)
+            del self._counted[name]
+
+    def _count(self, name: str, kind: _Kind, free: int, slots: int) -> None:
+        before, free_before, slots_before = self._counted.get(name, (kind, 0, 0))
+        self.grown += free > free_before or (kind != before and free > 0)
+        self._free[before] -= free_before
+        self._slots[before] -= slots_before
+        self._free[kind] += free
+        self._slots[kind] += slots
+        self._counted[name] = kind, free, slots
+
+    def room(self, opening: pb.OpenRunRequest) -> tuple[int, int]:
+        """Return the free slots, and all slots, of the workers that can serve the job. Large assignments may leave
+        less free than that (ASSIGNMENTS_MAX)."""
+        module, spoken = module_of(opening.loader.input_fn), lane_protocol_of(opening)
+        kinds = [kind for kind in self._slots if _fits(kind, module, spoken)]
+        return sum(self._free[kind] for kind in kinds), sum(self._slots[kind] for kind in kinds)
+
     @property
     def is_full(self) -> bool:
         return all(self._best(heaps[None], kind, None, set()) is None for kind, heaps in self._heaps.items())
@@ -93,11 +124,7 @@ class FreeCapacity:
     def choose(self, slot: Slot, opening: pb.OpenRunRequest, barred: Set[str] = frozenset()) -> Worker | None:
         """Return the best worker for `slot` that is not `barred`; None if none that can serve it has free capacity."""
         module, spoken, host_id = module_of(opening.loader.input_fn), lane_protocol_of(opening), opening.host_id
-        fitting = [
-            (kind, heaps)
-            for kind, heaps in self._heaps.items()
-            if kind[1] == spoken and (not kind[0] or under(module, kind[0]))
-        ]
+        fitting = [(kind, heaps) for kind, heaps in self._heaps.items() if _fits(kind, module, spoken)]
         lost_at = {loss.worker for loss in slot.losses if _lost_at(slot, loss.worker) > 1}
         avoided = lost_at | barred
         best = [self._best(heaps.get(host_id, []), kind, host_id, avoided) for kind, heaps in fitting]
@@ -126,6 +153,10 @@ class FreeCapacity:
         for entry in set(passed):
             heapq.heappush(heap, entry)
         return found
+
+
+def _fits(kind: _Kind, module: str, spoken: int) -> bool:
+    return kind[1] == spoken and (not kind[0] or under(module, kind[0]))
 
 
 def _kind_of(worker: Worker) -> _Kind:

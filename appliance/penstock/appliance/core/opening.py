@@ -116,7 +116,7 @@ def check_capacity(
     request: pb.OpenRunRequest, credential: str, superseded: Attempt | None, slots_held: Counter[str]
 ) -> None:
     """Raise OverloadedError if one more box would exceed a limit on slots of open runs. `superseded`: attempt that
-    ends before; `slots_held`: digest of a token -> slots of the boxes that it opened."""
+    ends before; `slots_held`: name or digest of a token -> slots of the boxes that it opened."""
     count, held, all_held = request.num_workers_per_box, slots_held[credential], slots_held.total()
     if superseded is not None:
         all_held -= len(superseded.boxes) * superseded.num_workers

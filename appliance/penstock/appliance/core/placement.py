@@ -1,12 +1,15 @@
 """Placement of slots on workers. Each operation changes the entities, their rows in the journal and the versions that
-long polls compare together."""
+long polls compare together.
+
+A box gets workers for all its slots at once, within the budget of its credential, or for none: two boxes that each held
+half of what they need would both wait. Slots of a box that has had workers are then moved one by one."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
-from penstock.appliance.core import launch_restarts, quarantine
+from penstock.appliance.core import launch_restarts, quarantine, slot_budgets
 from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Attempt, Box, MigrationTarget, Slot, SlotLoss, Worker, lane_protocol_of
 from penstock.appliance.journal.snapshot_index import SlotKey
@@ -36,8 +39,13 @@ class Placement:
         """Slots that wait for a worker, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
         """Slots still to try in this round of `place_waiting`; a round tries all `waiting` ones, in several calls."""
-        self._stuck: set[tuple[str, int]] = set()
-        """input_fn and lane protocol of slots for which this round found no free capacity."""
+        self._new: deque[SlotKey] = deque()
+        """Slots that wait since the last round began. Only they are tried if there is no more room than it had."""
+        self._room = (-1, -1)
+        """Counters of what makes room, when the last round began."""
+        self._stuck: dict[tuple[str, int] | str, int] = {}
+        """input_fn and lane protocol, or credential -> fewest slots at once for which this round found no free
+        capacity, or no budget."""
 
     def find_worker(self, slot: Slot, *barred: Set[str]) -> Worker | None:
         """Return the best worker; sets of `barred` names are tried in turn until one leaves free capacity."""
@@ -48,41 +56,89 @@ class Placement:
                 return worker
         return None
 
+    def enqueue(self, slot: Slot) -> None:
+        """Let the slot wait for a worker."""
+        self.waiting[slot.key] = slot
+        self._new.append(slot.key)
+
     def place_waiting(self) -> None:
         """Give waiting slots to workers in order, SLOTS_AT_ONCE in a call: 16,384 would delay other calls."""
         begun = False  # whether this call has begun a round
         for _ in range(SLOTS_AT_ONCE):
             if self._cluster.free_capacity.is_full:
                 self._to_place.clear()
+                self._new.clear()
             elif not self._to_place and not begun:
                 begun = True
-                self._to_place.extend(self.waiting)
-                self._stuck.clear()
+                room = self._cluster.free_capacity.grown, self._cluster.budgets_freed
+                if room != self._room:
+                    self._room = room
+                    self._to_place.extend(self.waiting)
+                    self._stuck.clear()
+                else:
+                    self._to_place.extend(self._new)
+                self._new.clear()
             if not self._to_place:
                 return
             slot = self.waiting.get(self._to_place.popleft())
             if slot is None:  # its attempt has ended meanwhile
                 continue
             attempt, box = self._cluster.box_of(slot)
-            kind, now = (box.opening.loader.input_fn, lane_protocol_of(box.opening)), self._cluster.clock()
-            if kind in self._stuck:
+            kind = box.opening.loader.input_fn, lane_protocol_of(box.opening)
+            count = 1 if box.working else len(box.slots)
+            if count >= self._stuck.get(kind, count + 1):
                 continue
-            far = (box.unreachable_since(now - UNREACHABLE_S), box.unreachable_since(now - UNREACHABLE_AGAIN_S))
+            if not box.working:
+                if count >= self._stuck.get(box.credential, count + 1):
+                    continue
+                if slot_budgets.exceeded(self._cluster, box):
+                    self._stuck[box.credential] = count
+                    continue
+            whole = [slot] if box.working else [slot for slot in box.slots if slot.key in self.waiting]
+            workers = self._find_workers(box, whole)
+            if not workers:
+                self._stuck[kind] = count
+                continue
+            for slot, worker in zip(whole, workers, strict=True):
+                self._place(slot, worker)
+            if not box.working:
+                self._cluster.set_working(attempt, box, working=True)
+                self._cluster.save_holder(attempt, box)
+            self._cluster.bump_box(attempt, box)
+
+    def _find_workers(self, box: Box, slots: Sequence[Slot]) -> list[Worker]:
+        """Return a worker for each slot, which then has it; none if there is not one for each."""
+        cluster, now = self._cluster, self._cluster.clock()
+        if cluster.free_capacity.room(box.opening)[0] < len(slots):
+            return []
+        far = (box.unreachable_since(now - UNREACHABLE_S), box.unreachable_since(now - UNREACHABLE_AGAIN_S))
+        workers: list[Worker] = []
+        grown = cluster.free_capacity.grown
+        for slot in slots:
             worker = self.find_worker(slot, *far, frozenset())
             if worker is None:
-                self._stuck.add(kind)
-                continue
-            del self.waiting[slot.key]
-            slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
-            # A slot that was ready once, or that has a durable snapshot, must be recovered. Another one just starts.
-            slot.recovery = slot.restarts > 0 and (
-                slot.ever_ready or bool(self._cluster.snapshot_index.snapshots(slot.key))
-            )
+                break
             worker.slots[slot.key] = box.assignment_size
-            self._cluster.placed += 1
-            self._cluster.save_slot(slot)
-            self._cluster.bump_worker(worker.name)
-            self._cluster.bump_box(attempt, box)
+            cluster.free_capacity.offer(worker)
+            workers.append(worker)
+        if len(workers) == len(slots):
+            return workers
+        for slot, worker in zip(slots, workers, strict=False):
+            del worker.slots[slot.key]
+            cluster.free_capacity.offer(worker)
+        cluster.free_capacity.grown = grown
+        return []
+
+    def _place(self, slot: Slot, worker: Worker) -> None:
+        del self.waiting[slot.key]
+        slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
+        # A slot that was ready once, or that has a durable snapshot, must be recovered. Another one just starts.
+        slot.recovery = slot.restarts > 0 and (
+            slot.ever_ready or bool(self._cluster.snapshot_index.snapshots(slot.key))
+        )
+        self._cluster.placed += 1
+        self._cluster.save_slot(slot)
+        self._cluster.bump_worker(worker.name)
 
     def take(self, slot: Slot) -> str:
         """Take the slot from its worker and return its name. The caller must raise the worker's version."""
@@ -132,7 +188,7 @@ class Placement:
         if slot.phase == pb.WAITING and slot.target is not None:
             self._give_to_target(slot)
         elif slot.phase == pb.WAITING:
-            self.waiting[slot.key] = slot
+            self.enqueue(slot)
         else:
             self.cancel_migration(slot)
         self._cluster.save_slot(slot)

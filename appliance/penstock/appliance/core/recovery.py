@@ -72,10 +72,11 @@ def _fill(
             run.current.mixture_changes = run.mixture_changes
         else:
             run.past[number] = ClosedAttempt(number, row["key"], state, row["why"], {}, now)
+    holders = {(row["run"], row["attempt"], row["box"]): row for row in journal.rows("holders")}
     for row in journal.rows("boxes"):
         run = cluster.runs[row["run"]]
         if run.current is not None and row["attempt"] == run.current.number:
-            _box(cluster, run.current, row, now)
+            _box(cluster, run.current, row, holders.get((run.name, row["attempt"], row["box"])), now)
             cluster.live_boxes += row["place"] == BoxPresence.LIVE.value
         else:
             run.past[row["attempt"]].clients[row["box"]] = client_in(row["client_id"])
@@ -113,7 +114,9 @@ def _fill(
         cluster.snapshot_index.drop_attempt(run_name, number)
 
 
-def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
+def _box(
+    cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], holder: Mapping[str, Any] | None, now: float
+) -> None:
     request = pb.OpenRunRequest.FromString(row["opening"])
     request.ClearField("client_id")  # older releases stored it
     start = opening.validate(request)
@@ -129,6 +132,9 @@ def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: f
         for slot in range(attempt.num_workers):
             cluster.snapshot_index.drop_beyond(SlotKey(attempt.run, attempt.number, box.number, slot), -1)
     attempt.add_box(box)
+    if holder is not None:
+        box.credential = holder["credential"]
+        cluster.set_working(attempt, box, working=bool(holder["working"]))
     cluster.slots_held[box.credential] += attempt.num_workers
 
 
@@ -151,5 +157,6 @@ def _slot(cluster: ClusterState, waiting: dict[SlotKey, Slot], row: Mapping[str,
             cluster.workers[worker.name] = worker
         worker.slots[slot.key] = box.assignment_size
         cluster.placed += 1
+        cluster.set_working(attempt, box, working=True)  # an older release may have placed it
     elif slot.phase == pb.WAITING and box.presence is BoxPresence.LIVE:
         waiting[slot.key] = slot

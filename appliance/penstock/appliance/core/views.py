@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from penstock.appliance.core import demand
+from penstock.appliance.core import demand, slot_budgets
 from penstock.appliance.core.bottleneck import find
 from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Worker
@@ -69,7 +70,7 @@ def watch_reply(
         version=box.version,
         slots=[slot_view(cluster, slot) for slot in box.slots] if box.version != seen_version else (),
         missing_slots=missing,
-        unplaced_because=why_not_spoken(box.opening, cluster.lane_protocols) if missing else "",
+        unplaced_because=_why_unplaced(cluster, box) if missing else "",
         wall_s=wall_s,
         ended=ended,
         heartbeat_s=lease_policy.idle_s,
@@ -78,6 +79,11 @@ def watch_reply(
         twin=attempt.twin_of(box),
         wants_epoch_starts=not box.reported,
     )
+
+
+def _why_unplaced(cluster: ClusterState, box: Box) -> str:
+    parts = slot_budgets.why_waits(cluster, box), why_not_spoken(box.opening, cluster.lane_protocols)
+    return ". ".join(filter(None, parts))
 
 
 def assignment(
@@ -179,9 +185,11 @@ def _why_taken(cluster: ClusterState, key: SlotKey) -> str:
     return past.why if past is not None else f"attempt {key.attempt} of run {key.run} is over"
 
 
-def _slot_status(cluster: ClusterState, box: Box, slot: Slot, now: float) -> pb.SlotView:
+def _slot_status(cluster: ClusterState, box: Box, slot: Slot, why_waits: str, now: float) -> pb.SlotView:
     view, gauge = slot_view(cluster, slot), slot.gauge
     view.ClearField("ticket")  # an operator may see the slot, but not open its lane
+    if slot.phase == pb.WAITING:
+        view.note = "; ".join(filter(None, (slot.note, why_waits)))
     view.queued, view.batches_per_s = gauge.queued, slot.batches_per_s
     view.wait_share, view.batch_s = box.waits.of(slot.key.slot), slot.batch_s
     if gauge.saved_at:
@@ -190,7 +198,7 @@ def _slot_status(cluster: ClusterState, box: Box, slot: Slot, now: float) -> pb.
 
 
 def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
-    waiting_for = ""
+    waiting_for, why_waits = "", slot_budgets.why_waits(cluster, box)
     if 0 < box.waiting_for <= len(box.slots):
         slot = box.slots[box.waiting_for - 1]
         waiting_for = f"worker {slot.worker} (slot {slot.key.slot})" if slot.worker else f"slot {slot.key.slot}"
@@ -203,7 +211,7 @@ def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
         waited_s=box.waited_s,
         waited_share=box.waited_share,
         waiting_for=waiting_for,
-        slots=[_slot_status(cluster, box, slot, now) for slot in box.slots],
+        slots=[_slot_status(cluster, box, slot, why_waits, now) for slot in box.slots],
         epoch_ended=box.epoch_ended,
         wait_share=box.waits.share,
         closed=box.presence is BoxPresence.CLOSED,
@@ -269,7 +277,7 @@ def _fill_run(
                 caused[slot.worker] += slot.wait_share  # type: ignore[assignment]
         yield
     status.steps_per_s /= max(1, len(going))
-    bottleneck = find(going, cluster.workers, busy_cores)
+    bottleneck = find(going, cluster.workers, busy_cores, partial(slot_budgets.why_waits, cluster))
     if bottleneck is not None:
         status.bottleneck.CopyFrom(bottleneck)
         because = why_not_spoken(attempt.boxes[bottleneck.box].opening, cluster.lane_protocols)

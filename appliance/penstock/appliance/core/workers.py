@@ -167,6 +167,7 @@ class Workers:
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.draining = worker.left = True
+            self._cluster.free_capacity.offer(worker)
             self._cluster.events.add("worker left", f"worker {worker.name} is shutting down", worker=worker.name)
             self._placement.drop_worker(worker, f"worker {worker.name} drains", None)
         self._settle()
@@ -184,6 +185,7 @@ class Workers:
                 break
             moved += len(worker.slots)
             del cluster.workers[worker.name]
+            cluster.free_capacity.forget(worker.name)
             note = f"worker {worker.name} has not reported for {now - worker.reported_at:.1f} s"
             if not worker.left:
                 cluster.workers_lost += 1

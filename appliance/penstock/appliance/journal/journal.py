@@ -60,6 +60,8 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ends": (("run",), ("end",)),
     # Runs that have delivered nothing yet: see box_progress.py. An older release's run has no row, and counts as used.
     "unused": (("run",), ()),
+    # Credentials of the boxes of open attempts, for budgets (slot_budgets.py). An older release's box has no row.
+    "holders": (("run", "attempt", "box"), ("credential", "working")),
     # Changes of the weights of a run's mixture, numbered from 0: see mixture_orders.py.
     "mixture_changes": (("run", "number"), ("change",)),
 }

@@ -104,6 +104,24 @@ def _store_size(value: str) -> str:
     return value
 
 
+def slot_budgets(value: str) -> dict[str, int]:
+    """Return the most slots by name, or for "client", from "NAME=N,NAME=N"."""
+    budgets: dict[str, int] = {}
+    for entry in filter(None, map(str.strip, value.split(","))):
+        name, _, count = entry.partition("=")
+        if not name or not (count.isascii() and count.isdigit()) or name in budgets:
+            raise ValueError(
+                f"a budget must be client=N, or NAME=N with the name of a token, each only once, got {entry!r}"
+            )
+        budgets[name] = int(count)
+    return budgets
+
+
+def _slot_budgets(value: str) -> str:
+    slot_budgets(value)
+    return value
+
+
 def _fleet_name(value: str) -> str:
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", value):
         raise ValueError(
@@ -179,6 +197,11 @@ class CoordinatorSettings(TlsFiles, _Logging):
         "",
         description="Size limit of snapshots, states and large arguments, such as 8GiB (default: 4GiB, or 40% of a "
         "smaller disk; in memory 512MiB).",
+    )
+    max_slots: Annotated[str, IsList(), AfterValidator(_slot_budgets), Unit("ROLE_OR_NAME=N")] = Field(
+        "",
+        description="Most slots at a time of tokens with this name (client/NAME:TOKEN), or, for client, of each other "
+        "token; repeatable.",
     )
     balance_after: Seconds = Field(
         30.0,

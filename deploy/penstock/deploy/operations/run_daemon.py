@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.command_token import coordinator_tokens
-from penstock.deploy.console.settings import CoordinatorSettings, WorkerSettings, describe, resolve
+from penstock.deploy.console.settings import CoordinatorSettings, WorkerSettings, describe, resolve, slot_budgets
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import is_local, socket_path
 from penstock.proto.rpc.channel import VERSION, read_token
-from penstock.proto.rpc.credentials.tokens import admin_tokens
+from penstock.proto.rpc.credentials.tokens import Tokens, admin_tokens
 from penstock.runtime.config.settings import IN_MEMORY
 from penstock.runtime.config.sizes import bytes_of
 from penstock.runtime.files.atomic_files import write_whole
@@ -51,7 +51,10 @@ def run_coordinator(
         client_lease_s=settings.client_lease,
         balance_after_s=settings.balance_after,
         budget=bytes_of(settings.budget),
+        max_slots=slot_budgets(settings.max_slots),
     )
+    for name in sorted(set(limits.max_slots) - {"client"} - Tokens(tokens).names_of("client")):
+        raise InvalidArgumentError(f"--max-slots {name}: no token has this name: add a line client/{name}:TOKEN")
 
     def ready(address: str) -> None:
         _log.info("listening on %s", address)

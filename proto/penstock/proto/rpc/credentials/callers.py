@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 from penstock.proto.rpc.credentials.roles import Role
@@ -17,9 +16,9 @@ PROOF = "Penstock-Proof"
 class Caller:
     roles: frozenset[Role]
     credential: str
-    """Digest of the token."""
+    """Name of the token, or else its digest."""
     jobs_share_token: bool = True
-    """True if at most one token is valid for training jobs, so that limits for each token cannot tell jobs apart."""
+    """True if at most one token or name is valid for training jobs, so that limits for each cannot tell jobs apart."""
 
 
 class Callers:
@@ -40,6 +39,7 @@ class Callers:
         if found is None and authorization.startswith(BEARER):
             token = authorization.removeprefix(BEARER)
             if roles := self._tokens.roles_of(token):
-                shared = sum("client" in roles for roles in self._tokens.roles.values()) < 2
-                found = self._known[authorization] = Caller(roles, hashlib.sha256(token.encode()).hexdigest(), shared)
+                jobs = {self._tokens.credential(one) for one, can in self._tokens.roles.items() if "client" in can}
+                credential = self._tokens.credential(token.encode())
+                found = self._known[authorization] = Caller(roles, credential, len(jobs) < 2)
         return found

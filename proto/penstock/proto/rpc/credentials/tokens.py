@@ -1,15 +1,16 @@
 """Tokens: their sources, and the roles of each token.
 
 A token comes from a file or the environment, never from a command's argument, which every user of the machine can read.
-The text is a single token, valid for every role, or lines "role:token". PEM blocks beside them are skipped, so that one
-file can hold certificate, key and token (`credentials`). A coordinator accepts all of them; others use
-that of their role. So a cluster can share one file.
+The text is a single token, valid for every role, or lines "role:token" or "role/name:token". PEM blocks beside them are
+skipped, so that one file can hold certificate, key and token (`credentials`). A coordinator accepts all of them; others
+use that of their role. So a cluster can share one file.
 
 A file is read again while a process runs (`read_again`), so tokens can change. One that other users can read is
 refused: a leaked secret is worse than a daemon that does not start. No message and no repr here contains a token."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import os
@@ -25,6 +26,9 @@ _log = logging.getLogger("penstock.tokens")
 
 MAX_FILE = 64 << 10
 _PEM = re.compile(r"-----BEGIN .*?-----END [^\n]*", re.DOTALL)
+NAME_MAX = 40
+"""Largest number of characters in a token's name, which so differs from a digest."""
+_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_MAX}}}")
 MAX_TOKEN = 4096
 """Largest number of characters in a token, which may be sent in a header of at most 64 KiB."""
 
@@ -67,13 +71,20 @@ class Tokens:
     def __init__(self, text: str) -> None:
         self._text = text
         self.roles: dict[bytes, frozenset[Role]] = {}
+        self.names: dict[bytes, str] = {}
+        """Token -> name in its lines "role/name:token"; tokens of one name count as one, and may replace each other."""
         for line in filter(None, map(str.strip, text.splitlines())):
-            role, colon, token = line.rpartition(":")
-            if colon and role not in ROLES:
+            place, colon, token = line.rpartition(":")
+            role, slash, name = place.partition("/")
+            if colon and (role not in ROLES or (slash and (name in ROLES or not _NAME.fullmatch(name)))):
                 raise InvalidArgumentError(
-                    f"a line of a token file must be role:token, with a role of {_names(ROLES)}, or a token alone"
+                    f"a line of a token file must be role:token or role/name:token, with a role of {_names(ROLES)} "
+                    f"and a name of 1 to {NAME_MAX} letters, digits, dots, dashes and underscores that is no role, "
+                    "or a token alone"
                 )
             check_token(token)
+            if slash and self.names.setdefault(token.encode(), name) != name:
+                raise InvalidArgumentError(f"a token must have one name, got {self.names[token.encode()]} and {name}")
             roles = frozenset((cast(Role, role),)) if colon else ROLES
             self.roles[token.encode()] = self.roles.get(token.encode(), frozenset()) | roles
         if not self.roles:
@@ -84,7 +95,8 @@ class Tokens:
         text = read_again(self._text)
         if text == self._text:
             return False
-        self._text, self.roles = text, Tokens(text).roles
+        renewed = Tokens(text)
+        self._text, self.roles, self.names = text, renewed.roles, renewed.names
         _log.info("loaded the new tokens from the file, for the roles %s", self.about)
         return True
 
@@ -95,6 +107,13 @@ class Tokens:
             if hmac.compare_digest(shown.encode(), token):
                 found = roles
         return found
+
+    def credential(self, token: bytes) -> str:
+        """Return the token's name, or else its digest: what limits and budgets are counted by."""
+        return self.names.get(token) or hashlib.sha256(token).hexdigest()
+
+    def names_of(self, role: Role) -> set[str]:
+        return {name for token, name in self.names.items() if role in self.roles[token]}
 
     def of(self, role: Role) -> str | None:
         """Return the token to send in a role, preferably one of this role only."""
