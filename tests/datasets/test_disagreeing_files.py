@@ -164,6 +164,64 @@ def holes(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def with_null(kind: Any, value: Any, other: Any) -> pa.Array:
+    return pa.array([value, None, other, value], kind)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_a_filled_column_keeps_its_type(tmp_path: Path, ending: str) -> None:
+    large = 2**24 + 1  # float32 rounds it
+    columns = {
+        "i": (pa.int64(), large, -large, 0.0, (-1.5, 0.5, float("nan"), "0", False, 2**70)),
+        "b": (pa.bool_(), True, False, False, (0, 0.0, "no")),
+        "f": (pa.float32(), 1.5, 2.0, 0, ("0",)),
+        "s": (pa.string(), "x", "y", "", (0, 0.5)),
+        "d": (pa.dictionary(pa.int8(), pa.string()), "x", "y", "new", (0,)),
+        "l": (pa.list_(pa.int32()), [1, 2], [3, 4], np.zeros(2), ([0.5, 1.0], [True], 0)),
+        "t": (pa.struct([("x", pa.int16())]), {"x": 1}, {"x": 2}, {"x": 0}, ({"x": 0.5},)),
+    }
+    write(tmp_path / f"0.{ending}", pa.table({n: with_null(*column[:3]) for n, column in columns.items()}))
+    write(tmp_path / f"1.{ending}", pa.table({n: pa.array([c[1]] * 4, c[0]) for n, c in columns.items()}))
+    # a file that is all null has the type of the others
+    write(tmp_path / f"2.{ending}", pa.table({name: pa.nulls(4) for name in columns}))
+    index_folder(tmp_path)
+    dataset = StreamingDataset(None, tmp_path, fill={name: column[3] for name, column in columns.items()})
+    assert dataset[1]["i"] == dataset[9]["i"] == 0
+    assert isinstance(dataset[1]["i"], int)
+    assert dataset[8]["d"] == "new"
+    for options in ({}, {"shuffle": True, "seed": 1}, {"collate_fn": torch.utils.data.default_collate}):
+        batches: list[Any] = list(StreamingLoader(dataset, batch_size=3, **options))
+        kinds = {name: {batch[name].dtype for batch in batches} for name in "ibfl" if name in batches[0]}
+        assert kinds == {"i": {torch.int64}, "b": {torch.bool}, "f": {torch.float64}, "l": {torch.int32}}
+        assert {batch["t"]["x"].dtype for batch in batches} == {torch.int64}
+        assert sorted(torch.cat([batch["i"] for batch in batches]).tolist()) == [-large] + [0] * 5 + [large] * 6
+    for name, (*_, wrong) in columns.items():
+        for value in wrong:
+            with pytest.raises(InvalidArgumentError, match=f"fill .*: column '{name}' has "):
+                StreamingDataset(None, tmp_path, fill={name: value})
+
+
+@pytest.mark.parametrize("collate", [torch.utils.data.default_collate, None])
+def test_a_null_in_nested_values_is_named(tmp_path: Path, collate: Any) -> None:
+    columns = {
+        "rows": [[1, 2], [3, 4], None, [5, 6]],
+        "within": [[1, 2], [3, 4], [5, None], [5, 6]],
+        "field": [{"x": 1}, {"x": 2}, {"x": None}, {"x": 4}],
+        "deep": [[{"x": 1}], [{"x": 1}], [{"x": None}], [{"x": 1}]],
+    }
+    write(tmp_path / "0.parquet", pa.table({name: [values[0]] for name, values in columns.items()}))
+    write(tmp_path / "1.parquet", pa.table(columns))
+    index_folder(tmp_path)
+    options: dict[str, Any] = {} if collate is None else {"collate_fn": collate}
+    for name in columns:
+        dataset = StreamingDataset(None, tmp_path, columns=[name])
+        what = "is null" if name == "rows" else "has a null within its value"
+        with pytest.raises(DatasetError, match=rf"1\.parquet: sample 2: column '{name}' {what}, of which no batch"):
+            list(StreamingLoader(dataset, batch_size=5, **options))
+        with pytest.raises(DatasetError, match=rf"sample 3 of a batch of .*: column '{name}' {what}"):
+            list(ShardLoader(LogicalShards([dataset], shards=1), batch_size=5, **options))
+
+
 @pytest.mark.parametrize("collate", [torch.utils.data.default_collate, None])
 def test_a_null_is_named_with_column_file_and_row(holes: Path, collate: Any) -> None:
     options: dict[str, Any] = {} if collate is None else {"collate_fn": collate}

@@ -142,8 +142,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             version: number of the version to read, if the dataset has versions (docs/datasets.md). None: the newest, or
                 that of the state which a StreamingLoader loads. "newest": the same, but with a state between two epochs
                 the loader stays at the newest version.
-            fill: by the name of a column, the value in place of its nulls, and in samples that lack it. Without it a
-                batch of the default collate function with a null in a column of numbers is an error that names it.
+            fill: by the name of a column, the value in place of its nulls, and in samples that lack it; of Parquet and
+                Arrow files one of the column's type, to which it is cast. Without it a batch of the default collate
+                function with a null in a column of numbers is an error that names it.
             skip_failures: most samples in a row that loaders leave out of a batch because their bytes cannot be
                 decoded, such as broken images; with a warning, and counted in the state. Their order stays the same,
                 and a batch has fewer rows; one without a row is an error. A file that cannot be read is never skipped.
@@ -169,9 +170,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             raise InvalidArgumentError(
                 f"give either skip_failures, at least 0, or repair, a function, got {skip_failures} and {repair!r:.100}"
             )
-        self._fill = dict(fill or {})
+        filled = dict(fill or {})
         self._is_tolerant = self.skip_failures > 0 or repair is not None
-        self._changes_samples = self._is_tolerant or bool(self._fill)
         limit = byte_count("cache_limit", cache_limit)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
         remotes = [remote_of(stream) for stream in self.streams]
@@ -190,6 +190,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                     f"stream {number}: " if streams else "", columns if stream.columns is None else stream.columns
                 ),
                 clips=decoded,
+                fill=filled,
             )
             for number, stream in enumerate(self.streams)
         ]
@@ -261,8 +262,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         ]
         for own, (_, _, name), options in zip(self._tables, remotes, self._options, strict=True):
             check_columns(own, options.columns, name)
-            check_columns(own, tuple(self._fill), name)
-            if options.columns is not None and (error := unknown_columns(f"{name}: fill", self._fill, options.columns)):
+            check_columns(own, tuple(options.fill), name)
+            if options.columns is not None and (
+                error := unknown_columns(f"{name}: fill", options.fill, options.columns)
+            ):
                 raise InvalidArgumentError(error)
             if own and own[0].format == "mds":
                 try:
@@ -302,6 +305,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._set_starts()
         if not len(self):
             raise DatasetError(f"{self.name}: the index lists no samples")
+        first = 0
+        for options, cache, sizes in zip(self._options, self._caches, self.sizes, strict=True):
+            count = int(sizes.sum())
+            if options.fill and cache.in_place and count:  # its values are compared with the columns' types
+                self._open.get(bisect_right(self._starts, first) - 1, self._opened)
+            first += count
         for stream, layout, (_, _, name) in zip(self.streams, self.layouts, remotes, strict=True):
             if (stream.proportion or stream.repeat or stream.choose) and not layout.units.sum():
                 raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
@@ -348,7 +357,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         if several is not None:
             return self._read_many(np.array(several, np.int64))
         at = one_number(index, len(self), self.name)
-        if self._changes_samples:
+        if self._is_tolerant:
             return self._read_one(at)
         shard = bisect_right(self._starts, at) - 1
         return self._open.get(shard, self._opened)[at - self._starts[shard]]
@@ -367,15 +376,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 return self._repair(at, error)
 
     def _finished(self, sample: dict[str, Any], number: int, row: int) -> dict[str, Any]:
-        """Fill a sample's nulls, and decode its images if broken ones are skipped or repaired."""
-        for name, value in self._fill.items():
-            if sample.get(name) is None:
-                sample[name] = value
-        if self._is_tolerant:
-            try:
-                load_images(sample)
-            except ImageError as error:
-                raise SampleCorruptError(f"{self._place(number, row)}, {error}. {CORRECT}") from error
+        """Decode a sample's images, so that broken ones are skipped or repaired."""
+        try:
+            load_images(sample)
+        except ImageError as error:
+            raise SampleCorruptError(f"{self._place(number, row)}, {error}. {CORRECT}") from error
         return sample
 
     def place_of(self, index: int) -> str:
@@ -401,7 +406,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return self._read_many(samples)
 
     def _read_many(self, samples: Ints) -> list[dict[str, Any]]:
-        if not self._changes_samples:
+        if not self._is_tolerant:
             return self._read_bulk(samples)
         try:
             found = self._read_bulk(samples)
@@ -435,14 +440,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             if columns is None:
                 return None
             parts.append((chosen, columns))
-        found = joined(len(samples), parts)
-        if found is None:
-            return None
-        for name, value in self._fill.items():
-            values = found.get(name)
-            if isinstance(values, list):
-                found[name] = [value if each is None else each for each in values]
-        return found
+        return joined(len(samples), parts)
 
     def is_at_hand(self, samples: Ints) -> bool:
         shards = np.searchsorted(self._units.bounds, samples, side="right") - 1

@@ -48,30 +48,30 @@ def _opened(
     try:
         reader = make()
         partitions = shard.settings.get("partitions", {})
-        if partitions or options.columns is not None:
-            reader = _projected(reader, options.columns, partitions)
+        if partitions or options.columns is not None or options.fill:
+            reader = _projected(reader, options, partitions)
     except ShardCorruptError as error:
         raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
     reader.name = source or reader.name
     return ClipReader(reader, options.clips, first) if options.clips else reader
 
 
-def _projected(
-    reader: ShardReader, columns: Sequence[str] | None, partitions: Mapping[str, int | str | None]
-) -> ShardReader:
+def _projected(reader: ShardReader, options: ReadOptions, partitions: Mapping[str, int | str | None]) -> ShardReader:
     """`partitions`: values that all samples have, besides the file's or in their place."""
     if not isinstance(reader, BlocksReader):
-        return _Projected(reader, columns, partitions)
+        return _Projected(reader, options, partitions)
     if partitions:
         reader.add_constants(partitions)
-    if columns is not None:
-        reader.select(columns)
+    reader.fill_nulls(options.fill)
+    if options.columns is not None:
+        reader.select(options.columns)
     return reader
 
 
 class _Projected:
-    def __init__(self, reader: ShardReader, columns: Sequence[str] | None, partitions: Mapping[str, Any]) -> None:
-        self._reader, self._columns, self._partitions = reader, columns, partitions
+    def __init__(self, reader: ShardReader, options: ReadOptions, partitions: Mapping[str, Any]) -> None:
+        self._reader, self._columns, self._partitions = reader, options.columns, partitions
+        self._fill = options.fill
 
     @property
     def name(self) -> str:
@@ -95,6 +95,9 @@ class _Projected:
 
     def _chosen(self, sample: dict[str, Any]) -> dict[str, Any]:
         sample = {**{name: value for name, value in sample.items() if name not in self._partitions}, **self._partitions}
+        for name, value in self._fill.items():
+            if sample.get(name) is None:
+                sample[name] = value
         if self._columns is None:
             return sample
         try:

@@ -100,6 +100,7 @@ class ReadOptions:
     """True if values of MDS columns are returned as stored bytes, for conversion of datasets."""
     clips: Mapping[str, Any] = field(default_factory=dict)
     """By the name of the column with the videos or sounds."""
+    fill: Mapping[str, Any] = field(default_factory=dict)
 
 
 DEFAULT_OPTIONS = ReadOptions()

@@ -54,24 +54,32 @@ def name_rows(
     which torch says only that it cannot infer a dtype; not if it is the user's function, which may accept nulls."""
     null = None if own_collate else _first_null(found)
     if null is not None:
-        column, index = null
+        column, index, value = null
+        what, remedy = "is null", f"Give StreamingDataset fill={{{column!r}: VALUE}}, leave"
+        if value is not None:
+            what, remedy = "has a null within its value", "Leave"
         raise DatasetError(
-            f"{place_of(index)}: column {column!r} is null, of which no batch can be made. Give StreamingDataset "
-            f"fill={{{column!r}: VALUE}}, leave the column out by columns=, or write a collate_fn"
+            f"{place_of(index)}: column {column!r} {what}, of which no batch can be made. {remedy} the column out by "
+            "columns=, or write a collate_fn"
         ) from error
     error.add_note(f"raised for a batch of {rows}")
 
 
-def _first_null(found: list[Any] | Columns) -> tuple[str, int] | None:
-    """Return (column, index of the sample) of a null."""
+def _first_null(found: list[Any] | Columns) -> tuple[str, int, Any] | None:
+    """Return (column, index of the sample, value) of a null, or of a value with one in it."""
     if isinstance(found, dict):
         lists = ((name, values) for name, values in found.items() if isinstance(values, list))
-        return next(((name, values.index(None)) for name, values in lists if None in values), None)
-    for index, sample in enumerate(found):
-        for name, value in sample.items() if isinstance(sample, Mapping) else ():
-            if value is None:
-                return str(name), index
-    return None
+        values = ((name, index, value) for name, listed in lists for index, value in enumerate(listed))
+    else:
+        rows = ((index, sample) for index, sample in enumerate(found) if isinstance(sample, Mapping))
+        values = ((str(name), index, value) for index, sample in rows for name, value in sample.items())
+    return next((each for each in values if _has_null(each[2])), None)
+
+
+def _has_null(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_null, value.values()))
+    return value is None or (isinstance(value, list | tuple) and any(map(_has_null, value)))
 
 
 def may_draw(collate_fn: Callable[[list[Any]], Any]) -> bool:

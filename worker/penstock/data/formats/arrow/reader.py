@@ -322,6 +322,9 @@ class ArrowReader(BlocksReader):
         self._is_listed = bool(shard.blocks)
         self._marks_use = self._mapped is None  # opening a mapped record batch again costs little
 
+    def _kind(self, name: str) -> Any:
+        return self._opened().schema.field(name).type
+
     def load(self, block: int) -> None:
         """Decode block `block` of the index, if it is not in memory."""
         if self._is_listed:
@@ -369,7 +372,7 @@ class ArrowReader(BlocksReader):
         arrays = [batch[name] for name in self._wanted]
         for name, array in zip(self._wanted, arrays, strict=True):
             _need_structure(array, copy.need)
-            if _is_copied(array.type) or name in self._types:
+            if _is_copied(array.type) or name in self._types or name in self._fill:
                 _need_values(array, 0, len(array), copy.need)
 
         def fetch(begin: int, end: int) -> None:

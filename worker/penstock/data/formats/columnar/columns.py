@@ -7,6 +7,7 @@ its row group in memory; with a null number, a Python list. All other types go t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from penstock.data.batch_columns import Values, as_python_numbers, by_number, placed, stacked_slices
 from penstock.data.formats.columnar.values import Value, conversion_of, storage_of, value_of
 from penstock.data.ordering.permutation import Ints
+from penstock.proto.errors import InvalidArgumentError
 
 KEPT_TYPES = 256
 """Number of pyarrow types for which the function that makes their columns is remembered."""
@@ -51,12 +53,44 @@ def column_of(name: str, chunks: Any, kind: Any = None) -> Column:
     return column if convert is None else _Converted(column, convert)
 
 
-def constant_column(name: str, value: Any, kind: Any = None) -> Column:
+def constant_column(name: str, value: Any, kind: Any = None) -> ConstantColumn:
     """Return a column with the same value in each row. `kind`: its pyarrow type; None: integers have 32 bits."""
     arrow = importlib.import_module("pyarrow")
     if kind is None:
-        kind = arrow.int32() if isinstance(value, int) else arrow.string()
-    return _Constant(column_of(name, arrow.chunked_array([[value]], kind)))
+        kind = arrow.null() if value is None else arrow.int32() if isinstance(value, int) else arrow.string()
+    return ConstantColumn(column_of(name, arrow.chunked_array([[value]], kind)), kind)
+
+
+def filled(name: str, chunks: Any, value: Any) -> Any:
+    """Return a column's chunks with a value in place of its nulls, in the column's type. Raises as `fill_value`."""
+    plain = storage_of(chunks.type)
+    found = fill_value(name, value, plain)
+    if not chunks.null_count:
+        return chunks
+    if plain != chunks.type or found.type != plain:
+        chunks = chunks.cast(found.type)  # also a dictionary: it may lack the value
+    return chunks.fill_null(found)
+
+
+def fill_value(name: str, value: Any, kind: Any) -> Any:
+    """Return a value for the nulls of a column as pyarrow's scalar of the column's type, so that a batch's dtype does
+    not depend on nulls. Raises InvalidArgumentError if the type cannot hold it."""
+    arrow = importlib.import_module("pyarrow")
+    plain = storage_of(kind)
+    plain = plain.value_type if arrow.types.is_dictionary(plain) else plain
+    try:
+        if arrow.types.is_null(plain):  # no file says another type
+            return arrow.scalar(value)
+        found = arrow.array([value], plain)[0]
+        with contextlib.suppress(arrow.ArrowNotImplementedError):
+            arrow.array([value]).cast(plain)  # refuses a fraction for integers, which the line above cuts off
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidArgumentError(
+            f"fill must have values of the columns' types: column {name!r} has {kind}, got {value!r:.100} ({error})"
+        ) from None
+    if not found.is_valid:
+        raise InvalidArgumentError(f"fill must have no null, got {value!r:.100} for column {name!r}")
+    return found
 
 
 def _column_of(chunks: Any) -> Column:
@@ -268,10 +302,10 @@ class ChosenRows:
         return self._column.batch(self._rows[rows])
 
 
-class _Constant:
-    def __init__(self, column: Column) -> None:
-        """`column`: has one row."""
-        self._column = column
+class ConstantColumn:
+    def __init__(self, column: Column, kind: Any) -> None:
+        """`column`: has one row. `kind`: its pyarrow type."""
+        self._column, self.kind = column, kind
 
     def at(self, row: int) -> Any:
         return self._column.at(0)

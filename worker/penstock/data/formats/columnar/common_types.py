@@ -45,7 +45,7 @@ class CommonTypes:
             cast = [
                 field.with_type(common[field.name])
                 for field in schema
-                if not arrow.types.is_null(field.type) and _shown(field.type) != _shown(common[field.name])
+                if _shown(field.type) != _shown(common[field.name])
             ]
             text = base64.b64encode(arrow.schema(cast).remove_metadata().serialize().to_pybytes()).decode()
             found.append({TYPES: text} if cast else {})

@@ -17,12 +17,20 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from penstock.data.batch_columns import Columns, by_number, joined
-from penstock.data.formats.columnar.columns import Column, column_of, constant_column
+from penstock.data.formats.columnar.columns import (
+    Column,
+    ConstantColumn,
+    column_of,
+    constant_column,
+    fill_value,
+    filled,
+)
+from penstock.data.formats.columnar.values import storage_of
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.fields import unknown_columns
 from penstock.data.formats.raw_files import unreadable
 from penstock.data.ordering.permutation import Ints
-from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 FEW_ROWS = 6
 """Fewest rows of a block that are read column by column, which costs more in itself and less for each row."""
@@ -64,7 +72,9 @@ class BlocksReader(ABC):
         """Columns of the file, and those of them to read."""
         self._shown = names
         """Columns of samples: those to read, and constants."""
-        self._constants: dict[str, Column] = {}
+        self._constants: dict[str, ConstantColumn] = {}
+        self._fill: Mapping[str, Any] = MappingProxyType({})
+        """Values in place of nulls, by column."""
         self._lock = threading.Lock()
         """Lock of `_is_open`, `_loading`, and additions to `_kept`. No thread holds it while it decodes."""
         self._is_open = True
@@ -83,15 +93,21 @@ class BlocksReader(ABC):
     def _column(self, name: str, chunks: Any) -> Column:
         """Return a column of a block, of the type that all files of the dataset have for it."""
         kind = self._types.get(name)
-        if kind is None:
-            return column_of(name, chunks)
         try:
-            return column_of(name, chunks.cast(kind))
+            chunks = chunks if kind is None else chunks.cast(kind)
         except ValueError as error:  # pyarrow's errors
             raise DatasetError(
                 f"{self.name}: column {name!r} must be readable as {kind}, the type that fits all files: {error}. "
                 "Write the file again with this type"
             ) from error
+        if name not in self._fill:
+            return column_of(name, chunks)
+        whole = filled(name, chunks, self._fill[name])
+        return column_of(name, whole, chunks.type if whole.type == storage_of(chunks.type) else None)
+
+    @abstractmethod
+    def _kind(self, name: str) -> Any:
+        """Return a column's type in the file; None if it is known only once a block is decoded."""
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -100,6 +116,21 @@ class BlocksReader(ABC):
         """Give all samples these values, in place of columns of the file of the same names."""
         self._constants = {name: constant_column(name, value) for name, value in values.items()}
         self.select([*(name for name in self._names if name not in values), *values])
+
+    def fill_nulls(self, values: Mapping[str, Any]) -> None:
+        """Give samples these values in place of nulls. Raises InvalidArgumentError for one that is not of its column's
+        type."""
+        self._fill = values
+        for name, value in values.items():
+            constant = self._constants.get(name)
+            kind = (
+                constant.kind if constant else self._types.get(name, self._kind(name) if name in self._names else None)
+            )
+            if kind is None:
+                continue
+            found = fill_value(name, value, kind)
+            if constant and constant.at(0) is None:
+                self._constants[name] = constant_column(name, found.as_py(), found.type)
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on. Raises DatasetError if there is no such one."""
@@ -267,7 +298,7 @@ class BlocksReader(ABC):
             if self._constants:
                 columns = dict(block.columns) | self._constants
                 block = block._replace(columns=[(name, columns[name]) for name in self._shown])
-        except DatasetError:
+        except (DatasetError, InvalidArgumentError):
             raise
         except MemoryError as error:
             raise DatasetError(

@@ -154,6 +154,9 @@ class ParquetReader(BlocksReader):
             leaf for leaf, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in self._sources)
         ]
 
+    def _kind(self, name: str) -> Any:
+        return self._schema.field(name).type if self._view is None else None
+
     def close(self) -> None:
         super().close()
         with self._lock:
