@@ -156,6 +156,15 @@ def test_partitions_are_those_of_the_log(tmp_path: Path) -> None:
     assert read(table, columns=["day"]) == [{"day": 8}] * 2
 
 
+def test_tables_as_their_library_writes_them(tmp_path: Path) -> None:
+    """It names a reader feature for variants, of which there is none; and lists of one length, such as embeddings."""
+    vectors = pyarrow.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], pyarrow.list_(pyarrow.float32(), 2))
+    data = pyarrow.table({"n": [1, 2, 3], "vector": vectors})
+    write_deltalake(tmp_path, data, configuration={"delta.enableDeletionVectors": "true"})
+    index_table(tmp_path)
+    assert comparable(read(tmp_path)) == comparable(expected(tmp_path))
+
+
 def test_other_deleted_rows_are_other_data(table: Path) -> None:
     """For a state's comparison: as many rows of the same files, but others."""
     index_table(table)
@@ -258,8 +267,8 @@ def test_expired_snapshots_are_named(table: Path) -> None:
 
 
 def test_what_is_not_read_is_refused_by_name(table: Path, tmp_path: Path) -> None:
-    commit(table, upgrade([*VECTORS, "variantType"]))
-    with pytest.raises(DatasetError, match="variantType"):
+    commit(table, upgrade([*VECTORS, "catalogManaged"]))
+    with pytest.raises(DatasetError, match="catalogManaged"):
         index_table(table)
     vectored = tmp_path / "clone"
     write_deltalake(vectored, pyarrow.table({"i": [1]}))

@@ -31,7 +31,7 @@ def test_slots_share_half_of_the_free_memory(
     slots: int, limit: int, share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_settings, "free_memory", lambda: 8 << 30)
-    settings = DaemonSettings("127.0.0.1:1", "token", slots, runner_memory=limit << 20)
+    settings = DaemonSettings("127.0.0.1:1", "token", slots, runner_memory=limit << 20, insecure=True)
     assert worker_settings.slot_bytes(settings) == share << 20
 
 
@@ -51,7 +51,7 @@ async def test_overtaken_reply_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Daemon, "_stop_slot", stop)
     monkeypatch.setattr(Daemon, "_drop_unused", lambda daemon: None)
 
-    daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
+    daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"], insecure=True))
     nothing_new = coordinator_pb2.HeartbeatReply(version=5, unchanged=True)
     for message in (reply(3, 1), reply(5, 1, 2), reply(4, 1), nothing_new, reply(5, 1, 2)):
         daemon._take(message)
@@ -81,7 +81,7 @@ async def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.Monke
     monkeypatch.setattr("penstock.worker.daemon.daemon.Slot", Begun)
     monkeypatch.setattr(Daemon, "_stop_slot", lambda daemon, key: daemon._slots.pop(key))
 
-    daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
+    daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"], insecure=True))
     daemon._take(reply(1, 1, 2, 3, 4))
     told = {slot.generation: slot for slot in daemon._heartbeat(0.0).slots}
     assert not told[2].lost

@@ -19,7 +19,7 @@ from penstock.worker.daemon.worker_settings import DaemonSettings
 
 def with_daemon(body: Any) -> None:
     async def run() -> None:
-        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 1, ["streams"]))
+        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 1, ["streams"], insecure=True))
         made: list[pb.HeartbeatReply] = []
         daemon._apply = made.append  # type: ignore[method-assign, assignment]
         try:

@@ -251,7 +251,8 @@ def _chosen(
         )
     card = (root / CARD).read_bytes if (root / CARD).is_file() else None
     files = DatasetFiles(names, {}) if keeps_own else DatasetFiles.of(names, split, where, card)
-    return files, [(name, path) for name, path in named if name in set(files.names)]
+    chosen = set(files.names)
+    return files, [(name, path) for name, path in named if name in chosen]
 
 
 def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bool) -> list[Shard]:

@@ -29,8 +29,11 @@ _READ = {
     "typeWidening-preview",
     "v2Checkpoint",
     "vacuumProtocolCheck",
+    "variantType",
+    "variantType-preview",
 }
-"""Features of tables that are read. All others that readers must know are refused."""
+"""Features of tables that are read. All others that readers must know are refused. Some writers name variants for tables
+without any; a column of that type is refused."""
 _TYPES = {
     "string": "string",
     "long": "int64",

@@ -114,7 +114,9 @@ def _change(kind: ColumnType, stored: Any, where: str) -> Any:
         if _is_nested(types, stored) and kind:
             raise DatasetError(f"{where} must be {kind}, got {stored} in the file. Write the file again")
         return kind if kind and str(stored) != kind and _is_cast(types, stored) else None
-    if isinstance(kind, ListOf) and (types.is_list(stored) or types.is_large_list(stored)):
+    if isinstance(kind, ListOf) and any(
+        test(stored) for test in (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    ):
         element = _change(kind.element, stored.value_type, where)
         return None if element is None else {"list": element}
     if isinstance(kind, MapOf) and types.is_map(stored):
