@@ -267,8 +267,8 @@ def test_expired_snapshots_are_named(table: Path) -> None:
 
 
 def test_what_is_not_read_is_refused_by_name(table: Path, tmp_path: Path) -> None:
-    commit(table, upgrade([*VECTORS, "catalogManaged"]))
-    with pytest.raises(DatasetError, match="catalogManaged"):
+    commit(table, upgrade([*VECTORS, "variantShredding-preview"]))
+    with pytest.raises(DatasetError, match="variantShredding-preview"):
         index_table(table)
     vectored = tmp_path / "clone"
     write_deltalake(vectored, pyarrow.table({"i": [1]}))

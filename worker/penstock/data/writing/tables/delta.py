@@ -32,8 +32,8 @@ _READ = {
     "variantType",
     "variantType-preview",
 }
-"""Features of tables that are read. All others that readers must know are refused. Some writers name variants for tables
-without any; a column of that type is refused."""
+"""Features of tables that are read. All others that readers must know are refused. Some writers name variants for
+tables without any; a column of that type is refused."""
 _TYPES = {
     "string": "string",
     "long": "int64",
