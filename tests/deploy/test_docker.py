@@ -67,3 +67,15 @@ def test_role_has_command_probe_and_settings(role: str, settings: Any) -> None:
     known = {variable(settings, field) for field in settings.model_fields}
     given = {word.partition("=")[0] for name, rest in stages()[role] if name == "ENV" for word in rest.split()}
     assert {name for name in given if name.startswith("PENSTOCK_")} <= known
+
+
+def test_packages_are_installed_by_hash() -> None:
+    """All but torch, a build argument, and what other extras want."""
+    commands = [command.strip() for name, rest in instructions() if name == "RUN" for command in rest.split("&&")]
+    loose = [command for command in commands if "pip install" in command and "--require-hashes" not in command]
+    assert [command.partition("pip install ")[2] for command in loose] == [
+        "--no-deps /wheels/*.whl",
+        '"${TORCH}"',
+        '"${wheel}${EXTRAS:+[${EXTRAS}]}"',
+    ]
+    assert all("--no-build-isolation" in command for command in commands if "pip wheel" in command)

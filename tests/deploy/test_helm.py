@@ -18,7 +18,14 @@ SECRETS = {"coordinatorTls": "t", "workerTls": "u", "coordinatorTokens": "c", "w
 RESOURCES = {"requests": {"cpu": "3", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}
 OTHERS = {
     "coordinator": {"storage": "5Gi", "storageClass": "local", "image": "a:1", "resources": RESOURCES},
-    "worker": {"replicas": 9, "runnerMemory": "3GiB", "image": "b:1", "resources": RESOURCES},
+    "worker": {
+        "replicas": 9,
+        "runnerMemory": "3GiB",
+        "runnerUser": "",
+        "temporary": "1Gi",
+        "image": "b:1",
+        "resources": RESOURCES,
+    },
     "secrets": SECRETS,
 }
 
@@ -55,7 +62,9 @@ def test_helm_renders_what_the_other_tests_check(values: dict[str, Any]) -> None
             kubernetes_validate.validate(document, "1.30", strict=True)
 
 
-@pytest.mark.parametrize("values", [{"allow": ""}, {"alow": "x"}, {"worker": {"replicas": "two"}}])
+@pytest.mark.parametrize(
+    "values", [{"allow": ""}, {"alow": "x"}, {"worker": {"replicas": "two"}}, {"worker": {"runnerUser": "0"}}]
+)
 def test_values_that_cannot_be_meant_are_refused(values: dict[str, Any]) -> None:
     with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmValuesError):
         chart.validate_schema({**ALLOW, **values})

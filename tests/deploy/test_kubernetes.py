@@ -20,6 +20,7 @@ from pki import Pki
 from waiting import until
 
 from penstock.appliance.limits import DISK_BUDGET, DISK_SHARE, GIB
+from penstock.worker.processes.runner_user import _NEEDED
 
 OLDEST, NEWEST = "1.30", "1.37"
 """Versions of Kubernetes whose schemas the manifests are held to. 1.30 is the first with all that they use stable."""
@@ -138,17 +139,25 @@ def test_workers_and_boxes_find_the_coordinator() -> None:
 def test_containers_are_unprivileged_read_only() -> None:
     for variant, pod in all_pods():
         where, container = (variant, pod.name), pod.container
-        assert pod.spec["securityContext"]["runAsNonRoot"] is True, where
-        assert pod.spec["securityContext"]["runAsUser"] >= 10000, where
-        assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, where
+        user = dict(pod.spec["securityContext"])
+        capabilities = {"drop": ["ALL"]}
+        if where == ("separated", "penstock-worker"):
+            assert user.keys() == {"runAsUser", "runAsGroup", "seccompProfile"}, "an fsGroup may read the Secrets"
+            assert user["runAsUser"] == 0
+            capabilities["add"] = [name.removeprefix("CAP_") for name in _NEEDED]
+        else:
+            assert user["runAsNonRoot"] is True, where
+            assert user["runAsUser"] >= 10000, where
+        assert user["seccompProfile"] == {"type": "RuntimeDefault"}, where
         assert pod.spec["automountServiceAccountToken"] is False, where
         assert pod.spec["enableServiceLinks"] is False, where
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
+            "capabilities": capabilities,
         }, where
         assert container["resources"]["limits"]["memory"], where
+        assert all(volume.get("emptyDir", {"sizeLimit": "none"})["sizeLimit"] for volume in pod.spec["volumes"]), where
         mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
         for path in _written(settings_of(pod, rendered(variant), DOWNWARD)):
             assert any(path.is_relative_to(mount) and "readOnly" not in mounts[mount] for mount in mounts), (
@@ -162,7 +171,11 @@ def test_volumes_of_the_coordinator_hold_its_budget() -> None:
     limits = []
     for variant, pod in all_pods():
         if pod.role == "coordinator":
-            volumes = [volume.get("emptyDir", {}).get("sizeLimit") for volume in pod.spec["volumes"]]
+            volumes = [
+                volume.get("emptyDir", {}).get("sizeLimit")
+                for volume in pod.spec["volumes"]
+                if volume["name"] == "state"
+            ]
             claims = pod.owner["spec"].get("volumeClaimTemplates", [])
             limits += [
                 (variant, limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from packaging.utils import canonicalize_name
 
 REPO = Path(__file__).parents[2]
 LOCKS = REPO / "deploy" / "locks"
-KINDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = runpy.run_path(str(LOCKS / "relock.py"))["LOCKS"]
+RELOCK = runpy.run_path(str(LOCKS / "relock.py"))
+KINDS: dict[str, tuple[str, tuple[str, ...] | None, tuple[str, ...]]] = RELOCK["LOCKS"]
 
 
 def pinned(name: str) -> dict[str, str]:
@@ -33,10 +33,8 @@ def pinned(name: str) -> dict[str, str]:
 @pytest.mark.parametrize("name", KINDS)
 def test_lock_satisfies_the_package_requirements(name: str) -> None:
     python, extras, without = KINDS[name]
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(d for extra in extras for d in project["optional-dependencies"][extra])]
     locked = pinned(name)
-    for requirement in map(Requirement, wanted):
+    for requirement in map(Requirement, RELOCK["wanted"](extras)):
         environment: Any = {**default_environment(), "python_version": python}
         if requirement.marker is not None and not requirement.marker.evaluate(environment):
             continue

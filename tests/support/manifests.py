@@ -22,6 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "insecure": {"tls": False},
     "monitored": {"monitoring": {"enabled": True, "podMonitors": True}},
+    "separated": {"worker": {"runnerUser": "10001"}},
     "autoscaled": {"monitoring": {"enabled": True}, "autoscaling": {"enabled": True}},
     JOBSET: {},
 }
