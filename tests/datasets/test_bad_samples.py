@@ -28,7 +28,7 @@ from penstock.data import (
     StreamingLoader,
     index_folder,
 )
-from penstock.proto.errors import InvalidArgumentError, SampleCorruptError, ShardCorruptError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, SampleCorruptError, ShardCorruptError
 from penstock.proto.state.counts import COUNTS, SAMPLES, SKIPPED, saved_rows
 
 SAMPLES_OF_TAR = 40
@@ -93,6 +93,17 @@ def test_a_bad_sample_is_named(crawl: Path) -> None:
         _ = tolerant(crawl)[12]  # decoded when it is read, and not in the loop
     with pytest.raises(SampleCorruptError, match=r"1\.tar: sample 19 cannot be read: 039\.jpg: OSError: .*truncated"):
         _ = StreamingDataset(None, crawl, images="array")[39]
+
+
+@pytest.mark.parametrize("images", ["pil", "array"])
+def test_columns_that_are_not_read_are_not_decoded(crawl: Path, images: Any) -> None:
+    for dataset in (
+        StreamingDataset(None, crawl, columns=["cls"], images=images),
+        tolerant(crawl, columns=["cls"], images=images),
+    ):
+        assert [sample["cls"] for sample in dataset.get_many(np.arange(SAMPLES_OF_TAR))] == list(range(SAMPLES_OF_TAR))
+    with pytest.raises(DatasetError, match=r"must have the column 'txt' of `columns`, got __key__, jpg, cls"):
+        _ = StreamingDataset(None, crawl, columns=["txt"])[BAD[0]]
 
 
 @pytest.mark.parametrize("images", ["pil", "array"])

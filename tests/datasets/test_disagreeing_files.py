@@ -203,7 +203,7 @@ def test_a_filled_column_keeps_its_type(tmp_path: Path, ending: str) -> None:
 
 @pytest.mark.parametrize("collate", [torch.utils.data.default_collate, None])
 def test_a_null_in_nested_values_is_named(tmp_path: Path, collate: Any) -> None:
-    columns = {
+    columns: dict[str, list[Any]] = {
         "rows": [[1, 2], [3, 4], None, [5, 6]],
         "within": [[1, 2], [3, 4], [5, None], [5, 6]],
         "field": [{"x": 1}, {"x": 2}, {"x": None}, {"x": 4}],

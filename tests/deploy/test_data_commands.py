@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -44,7 +48,8 @@ def test_folder_is_indexed_shown_and_verified(lines: Path) -> None:
     assert (code, found["columns"]) == (0, {"n": "int", "text": "str"})
     assert [sample["n"] for sample in found["first_samples"]] == ["0", "1"]
     assert len(found["first_samples"][0]["text"]) == 48
-    assert asked("verify", lines)[1]["damaged"] == []
+    found = asked("verify", lines)[1]
+    assert (found["verified_by"], found["damaged"], "not_compared" in found) == ("all bytes", [], False)
     code, said = call("inspect", lines)
     assert (code, "samples: 10\n" in said, "columns: n: int, text: str\n" in said) == (0, True, True)
 
@@ -58,6 +63,35 @@ def test_damaged_files_are_named_each(lines: Path) -> None:
     assert code == 28
     assert [each["file"] for each in found["damaged"]] == ["0.jsonl", "1.jsonl"]
     assert "must be the file that was indexed, got another one" in found["damaged"][0]["error"]
+
+
+def test_verify_says_what_it_compared(tmp_path: Path) -> None:
+    """A change within equal footers and between the pieces is not found without hashes, and not said to be absent."""
+    table = pa.table({"text": [f"A{row:06}" for row in range(20_000)]})
+    options: dict[str, Any] = {"use_dictionary": False, "compression": None, "write_statistics": False}
+    pq.write_table(table, tmp_path / "0.parquet", **options)
+    first = (tmp_path / "0.parquet").read_bytes()
+    for hashes, words in ((), "verified by: the footer\n"), (("--hashes",), "verified by: xxh3_128\ndamaged: none\n"):
+        (tmp_path / "0.parquet").write_bytes(first)
+        call("index", tmp_path, *hashes)
+        assert (words in (said := call("verify", tmp_path)[1]), "--hashes" in said) == (True, not hashes)
+        (tmp_path / "0.parquet").write_bytes(first.replace(b"A0", b"B0"))
+        code, said = call("verify", tmp_path)
+        assert ((code, "damaged: none found\n" in said) == (0, True)) if not hashes else (code == 28), said
+    archive = tmp_path / "tars" / "0.tar"
+    archive.parent.mkdir()
+    with tarfile.open(archive, "w") as tar:
+        for number in range(100):
+            info = tarfile.TarInfo(f"{number:03}.txt")
+            info.size = 2000
+            tar.addfile(info, io.BytesIO(b"a" * info.size))
+    call("index", archive.parent)
+    changed = bytearray(archive.read_bytes())
+    changed[9000] = ord("b")
+    archive.write_bytes(changed)
+    said = call("verify", archive.parent)[1]
+    assert "verified by: 8 pieces of 4 KiB\nnot compared: other bytes of the files" in said
+    assert said.endswith("damaged: none found\n")
 
 
 def test_looking_writes_nothing(tmp_path: Path) -> None:

@@ -169,6 +169,12 @@ def field_of(sample: Mapping[str, Any], text: str) -> Any:
     raise ValueError(f"the sample must have {wanted}, as {META}/{DATASET} says, got {', '.join(sample)}")
 
 
+def columns_of_field(text: str) -> set[str]:
+    """Return the columns that may have the value for an entry of Energon's field map, see `field_of`."""
+    found = {column for option in text.split(",") for column in (option, option.partition("[")[0])}
+    return found | {column.lower() for column in found}
+
+
 def _split_path(folder: Path) -> Path:
     return next((path for name in SPLITS if (path := folder / META / name).is_file()), folder / META / SPLITS[0])
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from penstock.data.formats.media import images
 from penstock.data.formats.raw_files import open_file
-from penstock.data.formats.records.energon_folder import field_of
+from penstock.data.formats.records.energon_folder import columns_of_field, field_of
 from penstock.data.formats.records.record_file import RecordFile, record_shard
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -134,6 +134,12 @@ class TarReader(RecordFile):
         super().__init__(shard, *paths)
         self._fields: dict[str, str] = shard.settings.get("fields", {})
         self._names = _Names(shard.settings)
+        self._wanted: set[str] | None = None
+        """Columns of members to decode; None: all."""
+        if self.options.columns is not None:
+            chosen = set(self.options.columns)
+            texts = [text for field, text in self._fields.items() if field in chosen]
+            self._wanted = set().union(*map(columns_of_field, texts)) if self._fields else chosen
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         sample: dict[str, Any] = {}
@@ -143,7 +149,8 @@ class TarReader(RecordFile):
                 name, key, column, begin, end = member
                 if sample.setdefault(KEY, key) != key:
                     raise ValueError(f"a sample must have the members of one key, got {sample[KEY]} and {key}")
-                sample[column] = self._value(column, record, begin, end)
+                is_read = self._wanted is None or column in self._wanted
+                sample[column] = self._value(column, record, begin, end) if is_read else None
         except (DatasetError, MemoryError):  # DatasetError: a package for this type is missing
             raise
         except Exception as error:
@@ -154,7 +161,9 @@ class TarReader(RecordFile):
 
     def _mapped(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {KEY: sample[KEY], **{field: field_of(sample, text) for field, text in self._fields.items()}}
+            chosen = self._fields if self.options.columns is None else self.options.columns
+            fields = {field: field_of(sample, text) for field, text in self._fields.items() if field in chosen}
+            return {KEY: sample[KEY], **dict.fromkeys(self._fields), **fields}
         except ValueError as error:
             remedy = "Write the archive with it, or correct the field map and index the folder again"
             self._undecodable(index, f"cannot be read: {sample[KEY]}: {error}", remedy=remedy)
