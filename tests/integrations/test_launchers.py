@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from cluster import INPUTS, SUPPORT, Cluster, running
+from hosts import Network, why_not
 from waiting import until
 
 STEPS = 30
@@ -166,3 +168,36 @@ def test_ranks_that_cannot_find_each_other_are_refused() -> None:
     assert rows == []
     assert "Appliance(num_boxes=2) over several processes needs a coordinator's address" in stderr
     assert "or let torchrun or MASTER_ADDR=localhost say that all are here" in stderr
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_on_two_nodes_needs_one_file(tmp_path: Path) -> None:
+    """As docs/security.md says: no other setting, no clear text, and no file of another role on the second node."""
+    if reason := why_not():
+        pytest.skip(reason)
+    environment = {name: text for name, text in ENVIRONMENT.items() if name != "PENSTOCK_INSECURE"}
+    (tmp_path / "train.py").write_text(RANKED)
+    penstock = str(Path(sys.executable).with_name("penstock"))
+    up = [penstock, "up", "--detach", "--dir", "fleet", "--workers", "1", "--slots", "4", "--allow", "streams"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-port=29500"]
+    network = Network("head", "node")
+    with ExitStack() as stack:
+        stack.callback(network.close)
+        head, node = tmp_path / "fleet" / "credentials", tmp_path / "node"
+        address = f"{network.addresses['head']}:7070"
+        started = [*network.inside("head"), *up, "--listen", address]
+        subprocess.run(started, env=environment, cwd=tmp_path, check=True, capture_output=True)
+        stack.callback(subprocess.run, [penstock, "down", "--dir", "fleet"], env=environment, cwd=tmp_path)
+        node.mkdir()
+        shutil.copy(head / "client.pem", node)
+        environment |= {"PENSTOCK_COORDINATOR": address, "PENSTOCK_JOB": "two", "PENSTOCK_TIMEOUT_S": "100"}
+        agents = []
+        for rank, (host, folder) in enumerate((("head", head), ("node", node))):
+            own = {**environment, "PENSTOCK_CREDENTIALS": str(folder / "client.pem")}
+            where = [f"--node-rank={rank}", f"--master-addr={network.addresses['head']}", str(tmp_path / "train.py")]
+            agents.append(
+                subprocess.Popen([*network.inside(host), *launch, *where], env=own, stdout=subprocess.PIPE, text=True)
+            )
+            stack.callback(agents[-1].wait)
+            stack.callback(agents[-1].kill)
+        assert [agent.communicate(timeout=200)[0].strip() for agent in agents] == SHARED
