@@ -144,6 +144,8 @@ def test_containers_are_unprivileged_read_only() -> None:
         if where == ("separated", "penstock-worker"):
             assert user.keys() == {"runAsUser", "runAsGroup", "seccompProfile"}, "an fsGroup may read the Secrets"
             assert user["runAsUser"] == 0
+            assert container["command"] == ["sh", "-c", "chmod 1777 /tmp && exec penstock worker"]
+            assert settings_of(pod, rendered(variant), DOWNWARD)["PENSTOCK_WORKER_RUNNER_USER"] == "10001"
             capabilities["add"] = [name.removeprefix("CAP_") for name in _NEEDED]
         else:
             assert user["runAsNonRoot"] is True, where
