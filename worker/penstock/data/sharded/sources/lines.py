@@ -32,7 +32,7 @@ class LineFile:
     ranges of bytes if there are fewer pieces than shards.
 
         LogicalShards([LineFile("a.jsonl"), LineFile("b.jsonl")], shards=240)
-        LogicalShards([LineFile(path) for path in sorted(glob("/data/*.jsonl.zst"))], shards=64)
+        LogicalShards([LineFile(path) for path in sorted(Path("/data").iterdir())], shards=64)
 
     The last line may lack its newline. Empty lines are left out. A compressed file (.gz, .zst) is decompressed while it
     is read, and not cut, so have at least as many files as shards. A position that was saved in it is found from the
