@@ -296,7 +296,7 @@ def test_closing_all_descriptors_is_a_clear_error(cluster: Cluster) -> None:
 
 
 def test_what_it_inherits_and_may_do(cluster: Cluster, tmp_path: Path) -> None:
-    """docs/security.md lists it."""
+    """docs/security.md says it in short."""
     path = tmp_path / "told"
     with at(cluster) as appliance:
         assert numbers(appliance, DataLoader(hazards.tells_what_it_has, str(path))) == [1, 2, 3]
