@@ -211,7 +211,7 @@ def test_equality_deletes_of_void_partitions_are_global(catalog: Any) -> None:
     table.append(rows)
     void = PartitionSpec(PartitionField(2, 1001, VoidTransform(), "part_void"), spec_id=2)
     with table.transaction() as transaction:
-        transaction._apply((AddPartitionSpecUpdate(spec=void), SetDefaultSpecUpdate(spec_id=-1)))
+        transaction._apply((AddPartitionSpecUpdate(spec=void), SetDefaultSpecUpdate.model_validate({"spec-id": -1})))
     catalog.load_table("tests.void").append(rows)
     change = DeleteCommit(folder_of(table))
     change.equal({"a": pyarrow.array([1])}, next(file for file in change.data_files() if file.spec_id == 2))

@@ -73,9 +73,9 @@ def test_killed_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         log.write(b'["5.jsonl", 1')  # as a kill within a write leaves it
     changed = tmp_path / "1.jsonl"
     changed.write_bytes(changed.read_bytes()[::-1].replace(b"\n", b" ", 2)[::-1])  # of the same size
-    before = {n: (tmp_path / f"_{n}.jsonl.penstock-index").stat().st_ino for n in range(3)}
+    before = {n: (tmp_path / f"__penstock__/{n}.jsonl.penstock-index").stat().st_ino for n in range(3)}
     assert [shard.samples for shard in index_folder(tmp_path)] == [5, 4, 5, 5, 5, 5]
-    kept = [n for n in range(3) if (tmp_path / f"_{n}.jsonl.penstock-index").stat().st_ino == before[n]]
+    kept = [n for n in range(3) if (tmp_path / f"__penstock__/{n}.jsonl.penstock-index").stat().st_ino == before[n]]
     assert kept == [0, 2]
 
 
@@ -103,7 +103,7 @@ def test_unchanged_files_are_not_read_again(
     os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert changed.stat().st_size == times.st_size
     (tmp_path / "2.jsonl").unlink()
-    (tmp_path / "_3.jsonl.penstock-index").unlink()
+    (tmp_path / "__penstock__/3.jsonl.penstock-index").unlink()
     write(tmp_path / "9.jsonl", range(4))
     assert [shard.samples for shard in index_folder(tmp_path)] == [3, 2, 3, 3, 4]
     assert read == ["1.jsonl", "3.jsonl", "9.jsonl"]
@@ -123,10 +123,10 @@ def test_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_entries_of_another_release_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.jsonl", range(3))
     index_folder(tmp_path)
-    before = (tmp_path / "_a.jsonl.penstock-index").stat().st_ino
+    before = (tmp_path / "__penstock__/a.jsonl.penstock-index").stat().st_ino
     monkeypatch.setattr(indexing, "STAMPS_VERSION", 99)
     index_folder(tmp_path)
-    assert (tmp_path / "_a.jsonl.penstock-index").stat().st_ino != before
+    assert (tmp_path / "__penstock__/a.jsonl.penstock-index").stat().st_ino != before
 
 
 def test_hidden_files_are_left_out(tmp_path: Path) -> None:
@@ -208,11 +208,11 @@ def test_missing_index_names_the_remedy(tmp_path: Path) -> None:
 def test_damaged_offsets_are_named(tmp_path: Path, byte: int) -> None:
     write(tmp_path / "a.jsonl", range(5))
     index_folder(tmp_path)
-    path = tmp_path / "_a.jsonl.penstock-index"
+    path = tmp_path / "__penstock__/a.jsonl.penstock-index"
     table = bytearray(path.read_bytes())
     table[byte] ^= 1
     path.write_bytes(table)
-    with pytest.raises(ShardCorruptError, match=r"_a\.jsonl\.penstock-index.* Write the index again"):
+    with pytest.raises(ShardCorruptError, match=r"__penstock__/a\.jsonl\.penstock-index.* Write the index again"):
         StreamingDataset(tmp_path)[0]
 
 

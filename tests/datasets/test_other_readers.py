@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,31 @@ def test_old_name_is_read_until_the_folder_is_indexed_again(tmp_path: Path) -> N
     assert StreamingDataset(tmp_path).fingerprint == before
 
 
-def test_offsets_by_their_old_name_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("earlier", ["a.jsonl.penstock-index", "_a.jsonl.penstock-index"])
+def test_offsets_by_their_old_name_stay(tmp_path: Path, earlier: str) -> None:
     """Their name is part of the identity of the order in saved states."""
-    (tmp_path / "a.jsonl.penstock-index").touch()
+    (tmp_path / earlier).touch()
     (tmp_path / "a.jsonl").write_text('{"i": 1}\n')
     [shard] = index_folder(tmp_path)
-    assert [file.raw.name for file in shard.files] == ["a.jsonl", "a.jsonl.penstock-index"]
+    assert [file.raw.name for file in shard.files] == ["a.jsonl", earlier]
     assert StreamingDataset(tmp_path)[0] == {"i": 1}
+
+
+@pytest.mark.parametrize("names", [("train.jsonl", "test.jsonl"), ("train/a.jsonl", "test/b.jsonl")])
+def test_hugging_face_datasets_reads_on(tmp_path: Path, names: Sequence[str]) -> None:
+    """It leaves out folders that begin with `__`, and hidden files."""
+    for i, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"i": i}) + "\n")
+    index_folder(tmp_path)
+    made = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()} - set(map(Path, names))
+    assert all(
+        "__penstock__" in path.parts for path in made - {Path("_penstock_index.json"), Path(".penstock-indexed")}
+    )
+    assert [StreamingDataset(tmp_path, split=split)[0] for split in ("train", "test")] == [{"i": 0}, {"i": 1}]
+    datasets = pytest.importorskip("datasets")
+    read = datasets.load_dataset(str(tmp_path), cache_dir=str(tmp_path / ".cache"))
+    assert {split: list(rows["i"]) for split, rows in read.items()} == {"train": [0], "test": [1]}
 
 
 def test_writers_keep_the_name_that_mosaicml_reads(tmp_path: Path) -> None:

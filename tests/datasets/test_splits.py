@@ -110,10 +110,24 @@ def test_subfolder_comes_first(tmp_path: Path) -> None:
     ):
         index_folder(tmp_path)
     assert files_of(tmp_path, "train") == ["train/a.jsonl", "train/b.jsonl"]
+    (tmp_path / "x.jsonl").unlink()
     fill(tmp_path, ["train/c.jsonl"])
     index_folder(tmp_path, split="train")  # into the subfolder
+    differ = r"subfolder train must have the same files of the subfolder, but c\.jsonl differs\. Index both again"
+    with pytest.raises(DatasetError, match=differ):
+        StreamingDataset(tmp_path, split="train")
+    index_folder(tmp_path)
     assert files_of(tmp_path, "train") == ["train/a.jsonl", "train/b.jsonl", "train/c.jsonl"]
     assert files_of(tmp_path, "test") == ["test/a.jsonl"]
+    fsspec.filesystem("memory").put(f"{tmp_path}/", "/subfolder/", recursive=True)
+    assert len(files_of("memory://subfolder", "train", local=tmp_path / "cache")) == 3
+    (tmp_path / "train/b.jsonl").unlink()
+    index_folder(tmp_path)
+    with pytest.raises(DatasetError, match=r"but b\.jsonl differs"):
+        StreamingDataset(tmp_path, split="train")
+    fsspec.filesystem("memory").put(f"{tmp_path}/", "/differing-subfolder/", recursive=True)
+    with pytest.raises(DatasetError, match=r"memory://differing-subfolder: .* but b\.jsonl differs"):
+        StreamingDataset("memory://differing-subfolder", tmp_path / "other", split="train")
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])

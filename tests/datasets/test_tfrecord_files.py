@@ -72,7 +72,7 @@ def test_every_flipped_bit_is_found(folder: Path) -> None:
     (shard,) = index_folder(folder)
     path, *others = [folder / file.raw.name for file in shard.files]
     data = path.read_bytes()
-    offsets = np.fromfile(folder / "_a.tfrecord.penstock-index", "<i8")[6:]
+    offsets = np.fromfile(folder / "__penstock__/a.tfrecord.penstock-index", "<i8")[6:]
     forget_fingerprints(folder)
     for at in range(int(offsets[2]), int(offsets[3])):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])

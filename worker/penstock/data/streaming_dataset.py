@@ -53,6 +53,7 @@ from penstock.data.stop_iteration import forbid_stop_iteration, stop_iteration_e
 from penstock.data.streams import (
     ANSWER_WAIT_S,
     Stream,
+    check_same_files,
     check_weights,
     group_id,
     names_files,
@@ -654,6 +655,8 @@ def _check_saved(cache: ShardCache, notes: Mapping[str, Any], name: str) -> None
 def _selected(table: ShardTable, stream: Stream, notes: Mapping[str, Any], name: str) -> ShardTable:
     folder, split = prepared_folder(stream), stream.split
     is_folder = folder is None and not names_files(stream)
+    if is_folder:
+        check_same_files(stream)
     if not table.facts.splits:
         alone = notes.get(SPLITS_NOTE, [])
         if folder is not None:

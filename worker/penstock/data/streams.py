@@ -14,13 +14,22 @@ from typing import Any, Literal
 
 from penstock.data.arguments import apportioned, real_number, sample_count, whole
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import INDEX, OWN_INDEX, SPLITS_NOTE, file_notes, first_notes, local_index
+from penstock.data.formats.index import (
+    INDEX,
+    OWN_INDEX,
+    SPLITS_NOTE,
+    file_notes,
+    first_notes,
+    index_notes,
+    local_index,
+    read_index,
+)
 from penstock.data.formats.records.energon_folder import is_prepared
 from penstock.data.formats.splits import check_split
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.remote.prepared_meta import fetch_meta
 from penstock.data.writing.uploads import local_folder
-from penstock.proto.errors import InvalidArgumentError, ShardUnavailableError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 
 ANSWER_WAIT_S = 60.0
 """Longest wait in seconds for a remote's answer what `split` means in its folder."""
@@ -122,6 +131,11 @@ def names_files(stream: Stream) -> bool:
     if known not in _of_files:
         try:
             has_folder = any(remote.exists(f"{stream.split}/{name}", deadline_s=wait_s) for name in (INDEX, OWN_INDEX))
+            if has_folder and remote.exists(OWN_INDEX, deadline_s=wait_s):
+                own = f"{stream.split}/{OWN_INDEX}"
+                own = own if remote.exists(own, deadline_s=wait_s) else f"{stream.split}/{INDEX}"
+                whole, below = (remote.read(name, deadline_s=wait_s) for name in (OWN_INDEX, own))
+                _compare(whole, below, stream.split, remote.url)
             names = [] if has_folder else [OWN_INDEX, INDEX]
             own = next((name for name in names if remote.exists(name, deadline_s=wait_s)), "")
             notes = first_notes(lambda size: remote.read(own, deadline_s=wait_s, first=size)) if own else {}
@@ -133,6 +147,30 @@ def names_files(stream: Stream) -> bool:
         finally:
             remote.close()
     return _of_files[known]
+
+
+def check_same_files(stream: Stream) -> None:
+    """Raise DatasetError if the indexes of a local folder and of its subfolder `split` list different files of it."""
+    if local_source(stream) is None or not stream.split:
+        return
+    indexes = [[local_index(each) for each in _index_folders(stream, below)] for below in ("", stream.split)]
+    found = [next((path for path in paths if path.exists()), None) for paths in indexes]
+    if found[0] is not None and found[1] is not None:
+        _compare(found[0].read_bytes(), found[1].read_bytes(), stream.split, str(found[0].parent))
+
+
+def _compare(whole: bytes, below: bytes, split: str, where: str) -> None:
+    if split not in index_notes(whole).get(SPLITS_NOTE, ()):
+        return
+    ours, others = (
+        {(shard.name, shard.files[0].raw.size) for shard in read_index(data, where)} for data in (whole, below)
+    )
+    ours = {(name.removeprefix(f"{split}/"), size) for name, size in ours if name.startswith(f"{split}/")}
+    if ours and ours != others:
+        raise DatasetError(
+            f"{where}: the indexes of this folder and of its subfolder {split} must have the same "
+            f"files of the subfolder, but {min(ours ^ others)[0]} differs. Index both again, or remove the older index"
+        )
 
 
 def _index_folders(stream: Stream, below: str) -> list[Path]:

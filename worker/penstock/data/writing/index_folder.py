@@ -96,7 +96,8 @@ def index_folder(
             (.bin beside .idx), or a Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A
             DatasetDict gets an index in each split's folder. A table of Delta Lake or Iceberg is indexed as by
             index_table. A folder that Megatron Energon prepared keeps its splits
-            and fields. Beside each JSON lines, CSV, tar or TFRecord file a file .penstock-index is written.
+            and fields. Each JSON lines, CSV, tar or TFRecord file gets a file of offsets in a folder __penstock__
+            beside it.
         format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";
             None: that of the files. "-example" or "-bytes" after "tfrecord" or "array_record" gives the kind of the
             records; without it, they are examples (tf.train.Example) if the first one of each file is.
@@ -108,7 +109,7 @@ def index_folder(
             as WebDataset has it, or up to the "last_dot": for `song v1.0.mp3` and `song v1.5.mp3`.
         hashes: True: read all files, and write a hash of each into the index. Fetched files are then verified by it,
             whole, and files in place with `validate_hash="xxh3_128"`.
-        out: local folder for the index and the files .penstock-index; None: the dataset's folder. Use it for a folder
+        out: local folder for the index and the files of offsets; None: the dataset's folder. Use it for a folder
             that you cannot write to, and give it as `local` of the StreamingDataset.
         storage_options: keyword arguments for fsspec's filesystem.
         ranges: True: readers of a remote folder fetch only the parts of large files that they need. False: they fetch

@@ -4,8 +4,8 @@
     [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
 The fingerprint (contents.pieces_digest) shows in most cases that the file was replaced by another
-one of the same size, which the offsets would cut at wrong places. _NAME.penstock-index lies beside the data file or in
-the index's folder. The last offset is the end of the last record. All is checked when the file is opened.
+one of the same size, which the offsets would cut at wrong places. __penstock__/NAME.penstock-index lies beside the data
+file or in the index's folder. The last offset is the end of the last record. All is checked when the file is opened.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from penstock.proto.errors import ShardCorruptError
 from penstock.runtime.files.atomic_files import write_whole
 
 ENDING = ".penstock-index"
+FOLDER = "__penstock__"
+"""Folder of these files. pyarrow leaves out names with `_`, Hugging Face datasets only folders with `__` and hidden
+files, which copies by `*` and web servers lose."""
 MAGIC = b"PENSTOCK OFFSET2"
 HEAD = struct.Struct("<16sQQQQ")
 NO_FINGERPRINT = 0

@@ -14,6 +14,7 @@ from penstock.data.formats.file_ranges import with_spans
 from penstock.data.formats.raw_files import SampleFile, open_file
 from penstock.data.formats.records.offset_file import (
     ENDING,
+    FOLDER,
     NO_FINGERPRINT,
     read_offsets,
     write_offsets,
@@ -84,10 +85,12 @@ def record_shard(
 
 
 def offsets_name(name: str, out: Path) -> str:
-    """Return the name of the file of offsets of the file `name`. Other libraries that read the folder leave it out. An
-    earlier release gave it no `_`; it keeps this name, which is part of the order's identity in saved states."""
+    """Return the name of the file of offsets of the file `name`. Other libraries that read the folder leave out what
+    lies in FOLDER. Files by the names of earlier releases keep these, which are part of the order's identity in saved
+    states."""
     folder, slash, file = name.rpartition("/")
-    return name + ENDING if (out / (name + ENDING)).exists() else f"{folder}{slash}_{file}{ENDING}"
+    earlier = (f"{folder}{slash}{before}{file}{ENDING}" for before in ("", "_"))
+    return next((each for each in earlier if (out / each).exists()), f"{folder}{slash}{FOLDER}/{file}{ENDING}")
 
 
 def offsets_shard(shard: Shard) -> Shard:
