@@ -220,12 +220,19 @@ def test_a_failing_read_is_never_skipped(crawl: Path, tmp_path: Path) -> None:
 
 
 def test_too_many_in_a_row_are_an_error(crawl: Path) -> None:
-    for loader in (
-        StreamingLoader(tolerant(crawl, 2), batch_size=20, collate_fn=numbers),
-        StreamingLoader(tolerant(crawl, 9), batch_size=1, collate_fn=numbers),  # a batch needs a row
-        ShardLoader(LogicalShards([tolerant(crawl, 2)], shards=1), batch_size=20, collate_fn=numbers),
+    shards = ShardLoader(LogicalShards([tolerant(crawl, 2)], shards=1), batch_size=20, collate_fn=numbers)
+    for loader, words in (
+        (
+            StreamingLoader(tolerant(crawl, 2), batch_size=20, collate_fn=numbers),
+            "more than skip_failures=2 .* sample 13",
+        ),
+        (
+            StreamingLoader(tolerant(crawl, 9), batch_size=1, collate_fn=numbers),
+            "batch would have no sample.* sample 3",
+        ),
+        (shards, "sample 13"),
     ):
-        with pytest.raises(SampleCorruptError):
+        with pytest.raises(SampleCorruptError, match=words):
             read(loader)
     with pytest.raises(InvalidArgumentError, match="either skip_failures, at least 0, or repair"):
         StreamingDataset(None, crawl, skip_failures=1, repair=grey)

@@ -105,3 +105,7 @@ def test_a_server_that_compresses_all_the_same_is_named(server: _Server, tmp_pat
         ):
             with pytest.raises(DatasetError, match=r"rows must arrive as it was indexed, .*Content-Encoding: gzip"):
                 read()
+    pq.write_table(pa.table({"n": [1]}), server.folder / "a.parquet")
+    index_folder(server.folder)
+    with pytest.raises(DatasetError, match=r"_penstock_index\.json must arrive as it .*gzip"):
+        StreamingDataset(f"http://127.0.0.1:{server.server_port}", tmp_path / "cache", timeout_s=4)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import gzip
 import io
 import json
 import logging
+import lzma
 import random
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,23 @@ def test_what_is_not_read_is_refused_with_a_remedy(tmp_path: Path) -> None:
         DatasetError, match=r"has \.json files: name those of JSON lines \.jsonl to index them, or read"
     ):
         index_folder(tmp_path / "json")
+    for name, content, words in (
+        ("m.jsonl.zst", gzip.compress(b"{}"), r"compressed by gzip, which .* ends in \.gz"),
+        ("n.jsonl", packed("zst", b"{}", 1)[13:], r"compressed by zstd, which .* ends in \.zst"),
+        ("o.jsonl.bz2", bz2.compress(b"{}"), r"compressed by bzip2, .* Decompress it"),
+        ("p.jsonl.xz", lzma.compress(b"{}"), r"compressed by xz, .* Decompress it"),
+        ("q.tgz", gzip.compress(b"{}"), r"must be a file of lines, got an archive"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DatasetError, match=words):
+            LineFile(tmp_path / name)
+    learnt = zstandard.train_dictionary(1024, list(LINES))
+    (tmp_path / "d.jsonl.zst").write_bytes(zstandard.ZstdCompressor(dict_data=learnt).compress(LINES[0]))
+    with pytest.raises(ShardCorruptError, match=r"compressed with a dictionary, .* Compress it without one"):
+        next(opening(LineFile(tmp_path / "d.jsonl.zst")))
+    (tmp_path / "c.csv").write_text("a,a\n1,2\n")
+    with pytest.raises(ShardCorruptError, match=r"c\.csv: the first line must have the columns' names, each once"):
+        opening(LineFile(tmp_path / "c.csv"))
     (tmp_path / "b.csv").write_text("a,b\n1\n")
     opened = opening(LineFile(tmp_path / "b.csv"))
     with pytest.raises(ShardCorruptError, match=r"b\.csv, byte 4: a row must have 2 values, got 1"):

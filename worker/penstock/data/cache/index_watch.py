@@ -20,6 +20,7 @@ from typing import NoReturn
 import xxhash
 
 from penstock.data.cache.file_locks import LONGEST_TEXT
+from penstock.data.formats.compressed_files import compression_of
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import PRECEDED_NOTE, SOURCE_NOTE, file_notes, first_notes, version_index
 from penstock.data.remote.folders import RemoteFolder
@@ -162,6 +163,11 @@ def check_index(file: Descriptor, source: str) -> None:
     cached. `source`: for errors."""
     size, data = os.fstat(file.fileno()).st_size, file.read(256, 0)
     is_index = data.lstrip()[:1] == b"{" and file.read(256, max(0, size - 256)).rstrip()[-1:] == b"}"
+    if found := compression_of(data):
+        raise DatasetError(
+            f"{source} must arrive as it is stored, got it compressed by {found}. Let the server send the dataset's "
+            "files without Content-Encoding"
+        )
     if not is_index:
         raise DatasetError(
             f"{source} must be the index of a dataset, got a file that begins with {data[:40]!r}. Check the address"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import re
 import zlib
 from collections import deque
 from pathlib import Path
@@ -19,6 +20,8 @@ from penstock.runtime.files.plain_files import open_plain
 
 SEQUENTIAL = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 """Endings of compressed files that are read in sequence."""
+_BEGINS = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\0)")
+"""First bytes of compressed files."""
 AT_ONCE = 8 << 10
 """Compressed bytes that are decompressed at a time. The smallest blocks of zstd expand to 128 KiB from 4 bytes."""
 
@@ -97,6 +100,24 @@ def _codec(family: str) -> Any:
         ) from error
 
 
+def compression_of(begin: bytes) -> str:
+    """Return what compressed a file that begins with these bytes; "" if nothing that is known."""
+    found = _BEGINS.match(begin)
+    return (found and found.lastgroup) or ""
+
+
+def check_named(path: Path) -> None:
+    """Raise DatasetError for a file that is compressed in another way than its name says; OSError if it cannot be
+    read."""
+    with open(path, "rb", opener=open_plain) as file:
+        found = compression_of(file.read(10))
+    if found in ("", SEQUENTIAL.get(path.suffix.lower())):
+        return
+    ending = {"gzip": ".gz", "zstd": ".zst"}.get(found)
+    remedy = f"Give it a name that ends in {ending}" if ending else "Decompress it, or compress it by gzip or zstd"
+    raise DatasetError(f"{path} is compressed by {found}, which its name does not say. {remedy}")
+
+
 class FramesFile(io.RawIOBase):
     """Content of a file, decompressed if its name says so, from the beginning of any *frame* on: a member of gzip, or a
     frame of zstd. A plain file is one frame. Each frame's checksum is compared."""
@@ -143,6 +164,10 @@ class FramesFile(io.RawIOBase):
             try:
                 self._ready = memoryview(self._codec.decompress(self._given))
             except Exception as error:  # zlib.error, or that of zstandard
+                if "ictionary" in str(error):
+                    raise ShardCorruptError(
+                        f"{self._path} is compressed with a dictionary, which is not in it. Compress it without one"
+                    ) from error
                 raise ShardCorruptError(
                     f"{self._path} is damaged after byte {begin}: {error}. Write or fetch the file again"
                 ) from error

@@ -109,8 +109,11 @@ class MapReader:
                 failed = 0
             except SampleCorruptError as error:
                 failed += 1
-                if failed > self._skip_failures or failed == len(plan.ids):  # a batch needs a row
-                    raise
+                if failed > self._skip_failures or failed == len(plan.ids):
+                    why = f"more than skip_failures={self._skip_failures} samples in a row cannot be decoded"
+                    if failed <= self._skip_failures:
+                        why = "the batch would have no sample, because none of its samples can be decoded"
+                    raise SampleCorruptError(f"{why}: {error.message}") from error
                 where = f"{self.name}: {self._sample_position(plan, row)}"
                 warnings.warn(f"{where} is left out: {error.message}", stacklevel=4)
                 found.append(LeftOut)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.data.formats.compressed_files import SEQUENTIAL, FramesFile
+from penstock.data.formats.compressed_files import SEQUENTIAL, FramesFile, check_named
 from penstock.data.formats.records.csv_rows import allow_long_values
 from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
@@ -56,12 +56,13 @@ class LineFile:
         self.path = Path(path)
         packed = self.path.suffix.lower() in SEQUENTIAL
         name = self.path.with_suffix("") if packed else self.path
-        if packed and name.suffix.lower() == ".tar":
+        if (packed and name.suffix.lower() == ".tar") or name.suffix.lower() == ".tgz":
             raise DatasetError(
                 f"{self.path} must be a file of lines, got an archive. Decompress it, and call index_folder"
             )
         try:
             self.size = self.path.stat().st_size
+            check_named(self.path)
             self._kind = _LINES if parse is not None else _kind_of(self.path, name.suffix.lower())
         except OSError as error:
             raise DatasetError(f"{self.path} cannot be read: {error.strerror}") from error
@@ -221,6 +222,10 @@ class _Whole(Iterator[Any]):
             allow_long_values()
             self._rows = csv.reader(self._texts(), delimiter=self._of.separator, strict=True)
             self._columns = self._columns or self._row()
+            if len(set(self._columns)) != len(self._columns):
+                raise ShardCorruptError(
+                    f"{self._of.path}: the first line must have the columns' names, each once, got {self._columns}"
+                )
 
     def _line(self) -> bytes:
         line = self._file.readline()
