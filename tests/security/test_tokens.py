@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from tests.security.conftest import SECRETS, Starter
+from tests.security.conftest import SECRETS, Starter, answering
 
 from penstock.client import Appliance
 from penstock.proto.errors import (
@@ -26,6 +26,7 @@ from penstock.proto.errors import (
     InvalidArgumentError,
     NotPermittedError,
     TlsError,
+    UnsafeBindError,
 )
 from penstock.proto.rpc.auth_interceptor import SERVICE
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
@@ -296,6 +297,36 @@ def test_no_token_is_sent_in_clear_text(address: str, tmp_path: Path, monkeypatc
         assert "in clear text" in run.stderr
     for given in ({"address": f"unix:{tmp_path}/socket"}, {"address": address, "insecure": True}):
         CoordinatorClient(given.pop("address"), SECRET, **given).close()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["my#fleet", "why?", "a%41b", "a b", "é"])
+def test_a_sockets_path_is_taken_as_it_is(name: str, tmp_path: Path) -> None:
+    """For gRPC it is a URI: what follows a # would be left out, and the token sent to another socket."""
+    folder = tmp_path / name
+    folder.mkdir(mode=0o700)
+
+    async def run() -> None:
+        async with answering(f"unix:{folder}/s", SECRET), AsyncCoordinatorClient(f"unix:{folder}/s", SECRET) as client:
+            await client.status()
+        assert not [path for path in tmp_path.rglob("*") if path.name not in (name, "s")]
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+@pytest.mark.parametrize("how", ["link of another user", "folder that all can write to", "open folder above"])
+def test_no_token_goes_where_others_can_put_a_socket(how: str, tmp_path: Path) -> None:
+    own = tmp_path / "above" / "own"
+    own.mkdir(mode=0o700, parents=True)
+    path = own / "s"
+    if how == "link of another user":
+        (tmp_path / "link").symlink_to(own)
+        os.lchown(tmp_path / "link", 65534, 65534)
+        path = tmp_path / "link" / "s"
+    else:
+        (own if how == "folder that all can write to" else own.parent).chmod(0o777)
+    with pytest.raises(UnsafeBindError, match="pose as the coordinator"):
+        CoordinatorClient(f"unix:{path}", SECRET)
 
 
 def test_callers_that_prove_their_token_are_of_another_release(address: str) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 from pathlib import Path
+from urllib.parse import quote
 
 from penstock.proto.errors import InvalidArgumentError, TlsError, UnsafeBindError
 
@@ -28,6 +29,13 @@ def socket_path(address: str) -> Path | None:
     return Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
 
 
+def grpc_target(address: str) -> str:
+    """Return the address for gRPC, which takes a Unix socket's as a URI: unquoted it would leave out what follows a #
+    or a question mark, and connect elsewhere."""
+    path = socket_path(address)
+    return address if path is None else f"{UNIX}{quote(os.fsencode(path))}"
+
+
 def refuse_strangers(address: str) -> None:
     """Raise InvalidArgumentError for an invalid address, and UnsafeBindError for a Unix socket that another user made
     or could replace, now or later."""
@@ -42,6 +50,11 @@ def refuse_strangers(address: str) -> None:
             raise UnsafeBindError(
                 f"other users can write to {path.parent}, and could pose as the coordinator: choose your own folder"
             )
+        for above in {*path.parents, *path.resolve().parents}:
+            status = above.lstat()
+            others = not stat.S_ISLNK(status.st_mode) and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+            if others or (stat.S_ISLNK(status.st_mode) and status.st_uid not in trusted):
+                raise UnsafeBindError(f"other users can replace {above}, and pose as the coordinator: choose another")
         if path.lstat().st_uid not in trusted:
             raise UnsafeBindError(f"{path} belongs to another user, who could pose as the coordinator: choose another")
     except FileNotFoundError:

@@ -18,7 +18,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
-from penstock.proto.rpc.addresses import host_id, is_local, refuse_strangers, refuse_unsafe, socket_path
+from penstock.proto.rpc.addresses import grpc_target, host_id, is_local, refuse_strangers, refuse_unsafe, socket_path
 from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
 from penstock.proto.rpc.credentials.callers import Callers
 from penstock.proto.rpc.credentials.tokens import FromFile, Tokens, read_token, read_tokens
@@ -156,15 +156,15 @@ def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
     another user controls the Unix socket, TlsError if `tls` has no CA."""
     refuse_strangers(address)
     if tls is None:
-        return grpc.insecure_channel(address, options=_options(address, tls))
-    return grpc.secure_channel(address, _credentials(tls), options=_options(address, tls))
+        return grpc.insecure_channel(grpc_target(address), options=_options(address, tls))
+    return grpc.secure_channel(grpc_target(address), _credentials(tls), options=_options(address, tls))
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     refuse_strangers(address)
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_options(address, tls))
-    return grpc.aio.secure_channel(address, _credentials(tls), options=_options(address, tls))
+        return grpc.aio.insecure_channel(grpc_target(address), options=_options(address, tls))
+    return grpc.aio.secure_channel(grpc_target(address), _credentials(tls), options=_options(address, tls))
 
 
 # ---------------------------------------------------------------------------------------------------------- server
@@ -229,15 +229,15 @@ async def server_aio(
     binding = listen
     try:
         if tls is None:
-            port = server.add_insecure_port(listen)
+            port = server.add_insecure_port(grpc_target(listen))
         else:
             tls.for_server().check_own("coordinator")
             files = Renewing(tls, "coordinator")
-            port = server.add_secure_port(listen, _server_credentials(files))
+            port = server.add_secure_port(grpc_target(listen), _server_credentials(files))
         if inner is not None:
             refuse_strangers(inner)
             binding = inner
-            server.add_insecure_port(inner)
+            server.add_insecure_port(grpc_target(inner))
     except RuntimeError as error:
         raise _why_not_bound(binding) from error
     await server.start()
