@@ -65,8 +65,13 @@ def serve(given: dict[str, Any], parent: Parent, fork_server: StartedForkServer)
         parent.on_end(leave.set)
         # Leases are long, so that an idle job wakes its processes seldom: the worker cannot be lost without the
         # coordinator, and the end of a rank is known by its socket.
-        leases = {"worker_lease_s": 30.0, "client_lease_s": 30.0, "hung_up_s": 10.0, "idle_report_s": 10.0}
-        limits = Limits(budget=bytes_of(given["budget"]), **leases)
+        limits = Limits(
+            budget=bytes_of(given["budget"]),
+            worker_lease_s=30.0,
+            client_lease_s=30.0,
+            hung_up_s=10.0,
+            idle_report_s=10.0,
+        )
         coordinator = asyncio.create_task(
             serve_coordinator(
                 given["address"],

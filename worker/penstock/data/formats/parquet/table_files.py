@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.formats.columnar.columns import Column, constant_column
+from penstock.data.formats.columnar.columns import ConstantColumn, constant_column
 from penstock.data.formats.fields import InvalidField, names
 from penstock.data.formats.parquet.footer import RowGroup
 from penstock.data.formats.shards import Shard
@@ -125,7 +125,7 @@ class TableView:
         return np.flatnonzero(~self._deleted[begin:end])
 
 
-def _constant(name: str, kind: Any = None, text: str | None = None) -> Column:
+def _constant(name: str, kind: Any = None, text: str | None = None) -> ConstantColumn:
     return constant_column(name, None if text is None else value_of_text(text, kind), _type(kind) if kind else None)
 
 
