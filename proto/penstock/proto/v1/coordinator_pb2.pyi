@@ -670,7 +670,7 @@ class WatchRunReply(_message.Message):
     missing_slots: _builtins.int
     """slots of this box without a worker"""
     unplaced_because: _builtins.str
-    """with missing_slots: workers that cannot take them for their lane protocol, and the"""
+    """with missing_slots: what the box waits for (several slots at once, a budget), and"""
     wall_s: _builtins.float
     """collective; and a box that is in another epoch than this one
     the coordinator's clock, seconds since the epoch
@@ -690,7 +690,7 @@ class WatchRunReply(_message.Message):
 
     @_builtins.property
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxEnd]:
-        """remedy; "" = there are none
+        """workers that cannot take them for their lane protocol, with the remedy; "" = neither
         the other boxes that have ended, for which boxes that continue would wait in a
         """
 
