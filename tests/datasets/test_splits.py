@@ -159,3 +159,14 @@ def test_merged_parts_have_the_same_splits(tmp_path: Path) -> None:
     index_folder(tmp_path / "c")
     with pytest.raises(DatasetError, match=r"must have the same splits, got \('train',\) and \('train', 'test'\)"):
         merge_index(tmp_path)
+
+
+def test_no_split_is_left_out_for_its_ending(tmp_path: Path) -> None:
+    """Without train.json, test.jsonl would be the whole dataset. Other .json files are descriptions."""
+    (tmp_path / "test.jsonl").write_text('{"n": 1}\n')
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    index_folder(tmp_path)
+    (tmp_path / "train.json").write_text("[]")
+    with pytest.raises(DatasetError, match=r"1 files of json_lines, and train\.json, which may be its split train"):
+        index_folder(tmp_path)
+    index_folder(tmp_path, "json_lines")

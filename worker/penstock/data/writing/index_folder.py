@@ -17,7 +17,7 @@ from penstock.data.formats.index import SOURCE_NOTE, join_indexes, local_index, 
 from penstock.data.formats.records.energon_folder import is_prepared, prepared_note
 from penstock.data.formats.records.tar_samples import LAST_DOT
 from penstock.data.formats.shards import Shard
-from penstock.data.formats.splits import check_split
+from penstock.data.formats.splits import check_split, splits_of
 from penstock.data.remote.file_versions import with_versions
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.dataset_files import (
@@ -214,6 +214,11 @@ def _index_remote(
         return shards
 
 
+_JSON_REMEDY = (
+    "name those of JSON lines .jsonl to index them, or read them in sequence, by LogicalShards([LineFile(path), ...])"
+)
+
+
 def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[str, Path]]]:
     files, found = [root / name for name in local_names(root) if not is_hidden(name)], {}
     for name in [format] if format else [PARQUET, *(name for name in INDEXABLE if "-" not in name)]:
@@ -225,16 +230,20 @@ def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[
     if len(found) != 1:
         _refuse_packed(root, files, found or INDEXABLE)
         if not found and any(path.suffix.lower() == ".json" for path in files):
-            raise DatasetError(
-                f"{where} has .json files: name those of JSON lines .jsonl to index them, or read them in sequence, by "
-                "LogicalShards([LineFile(path), ...])"
-            )
+            raise DatasetError(f"{where} has .json files: {_JSON_REMEDY}")
         raise DatasetError(
             f"{where} must have files of one format ({', '.join((PARQUET, *INDEXABLE))}), got "
             f"{' and '.join(f'{len(own)} of {name}' for name, own in found.items()) or 'none'}. Pass format, or "
             "another folder"
         )
     [(name, named)] = found.items()
+    beside = [path.relative_to(root).as_posix() for path in files if path.suffix.lower() == ".json"]
+    if not format and (named_splits := splits_of(beside)):  # its other split would silently be the whole dataset
+        split, (file, *_) = next(iter(named_splits.items()))
+        raise DatasetError(
+            f"{where} has {len(named)} files of {name}, and {file}, which may be its split {split}: pass "
+            f"format={name!r} to leave .json files out, or {_JSON_REMEDY}"
+        )
     if name != PARQUET:
         _refuse_packed(root, files, [name])
     return name, named
