@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import struct
+import time
 
 import pytest
 
@@ -97,6 +100,21 @@ def test_what_waits_can_be_looked_at() -> None:
     assert theirs.peek() == []
     ours.close()
     theirs.close()
+
+
+def test_a_descriptor_that_waits_as_it_is_closed_holds_nobody_up() -> None:
+    """A daemon closes what a child has sent: a connection that lingers for its unsent bytes, for example."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lingers = socket.create_connection(listener.getsockname())
+        lingers.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                lingers.send(bytes(1 << 16))
+        lingers.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 8))
+        lingers.setblocking(True)
+        began = time.monotonic()
+        close_all([lingers.detach()])
+        assert time.monotonic() - began < 4
 
 
 def test_an_error_keeps_its_name_and_traceback() -> None:

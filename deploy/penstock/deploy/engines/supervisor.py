@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -70,8 +71,7 @@ def supervise(
     try:
         folder.hold(lock, Identity.of(os.getpid()))
         _end_leftovers(folder)
-        for left in folder.path.glob("penstock-lanes-*"):  # of workers that were killed
-            left.unlink(missing_ok=True)
+        _remove_sockets(folder)
         try:
             authority = _authority(plan, folder, life) if plan.credentials == str(folder.credentials) else None
             asyncio.run(_Supervisor(plan, folder, ready, authority).run(parent_pid))
@@ -91,6 +91,19 @@ def _authority(plan: FleetPlan, folder: FleetFolder, life: timedelta | None) -> 
             USAGE,
         ) from error
     return Authority(folder.authority, folder.credentials, plan.token_file, life or LIFE)
+
+
+def _remove_sockets(folder: FleetFolder) -> None:
+    """Remove sockets for lanes of workers that were killed. Others may be of workers that joined the fleet."""
+    for left in folder.path.glob("penstock-lanes-*"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(os.fspath(left))
+            except ConnectionRefusedError:
+                left.unlink(missing_ok=True)
+            except OSError:  # it has gone, or its queue is full
+                continue
 
 
 def _end_leftovers(folder: FleetFolder) -> None:

@@ -11,9 +11,11 @@ import json
 import os
 import re
 import socket
+import stat
 import struct
 import sys
 import termios
+import threading
 import time
 from bdb import BdbQuit
 from dataclasses import dataclass, field
@@ -262,8 +264,26 @@ class ControlChannel:
 
 
 def close_all(fds: list[int]) -> None:
+    """Close descriptors, which a child may have made: what can wait as it is closed, such as a socket that lingers or a
+    file of FUSE, in a thread of its own, and not in a daemon's loop."""
     while fds:
-        os.close(fds.pop())
+        fd = fds.pop()
+        closing = threading.Thread(target=os.close, args=(fd,), name="penstock-close", daemon=True)
+        if _closes_at_once(fd):
+            os.close(fd)
+        else:
+            closing.start()
+
+
+def _closes_at_once(fd: int) -> bool:
+    """Return True for memory, events and other descriptors that are no files, and for ends of pipes."""
+    mode = os.fstat(fd).st_mode
+    if stat.S_IFMT(mode) == 0 or stat.S_ISFIFO(mode):
+        return True
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) >= 0
+    except OSError:
+        return False
 
 
 def _read_from(fd: int, size: int, at: int = 0) -> bytes:
