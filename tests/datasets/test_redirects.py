@@ -72,12 +72,12 @@ def test_redirects_that_are_followed(server: ShardServer, names: dict[str, list[
         assert read(f"http://hub.test:{port}") == b"data"
 
 
-@pytest.mark.parametrize("target", ["169.254.169.254", "moved.test", "hub.test"])
+@pytest.mark.parametrize("target", ["169.254.169.254", "moved.test", "hub.test", "xn--bcher-kva.test"])
 def test_redirect_to_a_nearer_address_is_refused(target: str, server: ShardServer, names: dict[str, list[str]]) -> None:
     """Also to one that the server's own name resolves to when it is resolved again, for another port."""
     port = server.url.rpartition(":")[2]
     names["hub.test"] = ["127.0.0.1", "169.254.169.254"]
-    names["moved.test"] = ["100.100.100.200"]
+    names["moved.test"] = names["xn--bcher-kva.test"] = ["100.100.100.200"]
     answers(server, f"http://{target}:1/data")
     with pytest.raises(
         ShardUnavailableError, match=r"hub\.test must not .* an address where clouds hand out credentials"
@@ -88,7 +88,8 @@ def test_redirect_to_a_nearer_address_is_refused(target: str, server: ShardServe
 def test_the_addresses_that_are_checked_are_those_that_are_connected_to(names: dict[str, list[str]]) -> None:
     limit = RedirectLimit("hub.test")
     limit.check("hub.test", [ipaddress.ip_address("1.1.1.1")])
-    limit.check("proxy.test", [ipaddress.ip_address("10.0.0.7")])
+    with pytest.raises(ShardUnavailableError, match=r"redirect to other\.test, to 10\.0\.0\.7"):
+        limit.check("other.test", [ipaddress.ip_address("10.0.0.7")])
     with pytest.raises(
         ShardUnavailableError, match=r"resolve to 10\.0\.0\.7, an address on this machine or its private"
     ):

@@ -43,7 +43,7 @@ def test_folder_is_indexed_shown_and_verified(lines: Path) -> None:
     counts = {"folder": str(lines), "formats": {"json_lines": 2}, "shards": 2, "samples": 10}
     code, found = asked("index", lines)
     assert (code, {name: found[name] for name in counts}) == (0, counts)
-    assert found["bytes"] == sum(path.stat().st_size for path in lines.glob("*.jsonl*"))  # with the offsets
+    assert found["bytes"] == sum(path.stat().st_size for path in lines.rglob("*.jsonl*"))  # with the offsets
     code, found = asked("inspect", lines, "--samples", "2")
     assert (code, found["columns"]) == (0, {"n": "int", "text": "str"})
     assert [sample["n"] for sample in found["first_samples"]] == ["0", "1"]

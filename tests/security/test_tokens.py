@@ -314,15 +314,27 @@ def test_a_sockets_path_is_taken_as_it_is(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-@pytest.mark.parametrize("how", ["link of another user", "folder that all can write to", "open folder above"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "link of another user",
+        "link to one",
+        "folder that all can write to",
+        "open folder above",
+        "folder of another user above",
+    ],
+)
 def test_no_token_goes_where_others_can_put_a_socket(how: str, tmp_path: Path) -> None:
     own = tmp_path / "above" / "own"
     own.mkdir(mode=0o700, parents=True)
     path = own / "s"
-    if how == "link of another user":
-        (tmp_path / "link").symlink_to(own)
-        os.lchown(tmp_path / "link", 65534, 65534)
-        path = tmp_path / "link" / "s"
+    if how.startswith("link"):
+        (tmp_path / "theirs").symlink_to(own)
+        os.lchown(tmp_path / "theirs", 65534, 65534)
+        (tmp_path / "link").symlink_to("theirs")
+        path = tmp_path / ("link" if how == "link to one" else "theirs") / "s"
+    elif how == "folder of another user above":
+        os.chown(own.parent, 65534, 65534)
     else:
         (own if how == "folder that all can write to" else own.parent).chmod(0o777)
     with pytest.raises(UnsafeBindError, match="pose as the coordinator"):

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -50,15 +51,31 @@ def refuse_strangers(address: str) -> None:
             raise UnsafeBindError(
                 f"other users can write to {path.parent}, and could pose as the coordinator: choose your own folder"
             )
-        for above in {*path.parents, *path.resolve().parents}:
+        for above in _way_to(path.parent):
             status = above.lstat()
-            others = not stat.S_ISLNK(status.st_mode) and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
-            if others or (stat.S_ISLNK(status.st_mode) and status.st_uid not in trusted):
-                raise UnsafeBindError(f"other users can replace {above}, and pose as the coordinator: choose another")
+            is_open = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX and not stat.S_ISLNK(status.st_mode)
+            if is_open or status.st_uid not in trusted:
+                raise UnsafeBindError(
+                    f"other users can replace what is in {above}, and pose as the coordinator: choose another folder"
+                )
         if path.lstat().st_uid not in trusted:
             raise UnsafeBindError(f"{path} belongs to another user, who could pose as the coordinator: choose another")
     except FileNotFoundError:
         return
+
+
+def _way_to(folder: Path) -> Iterator[Path]:
+    """Yield the folders and links by which the system comes to an absolute path."""
+    left, here = list(folder.parts[1:]), Path(folder.anchor)
+    yield here
+    while left:
+        step = left.pop(0)
+        here = here.parent if step == ".." else here / step
+        yield here
+        if here.is_symlink():
+            target = here.readlink()  # a loop was an error of `stat` before
+            left = [*target.parts[1 if target.is_absolute() else 0 :], *left]
+            here = Path(target.anchor) if target.is_absolute() else here.parent
 
 
 def is_local(address: str) -> bool:

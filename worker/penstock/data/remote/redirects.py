@@ -4,14 +4,15 @@ service, which hands out credentials, or a database. So no request goes to an ad
 user's own server resolved first.
 
 The check is in the connector's resolver, so the addresses that are checked are those that are connected to. Addresses
-that a URL names itself are never resolved: they are checked as the redirect comes. Behind a proxy only the proxy's own
-name is resolved here, so the proxy decides."""
+that a URL names itself are never resolved: they are checked as the redirect comes. Only a proxy's own name is not
+checked, and behind a proxy no other is resolved here: the proxy decides."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 from typing import Any
+from urllib.request import getproxies
 
 from penstock.proto.errors import ShardUnavailableError
 
@@ -49,12 +50,11 @@ def _reach(address: Address) -> int:
 
 
 class RedirectLimit:
-    """Limit of one remote's requests. `host`: of the URL that the user gave."""
+    """Limit of one remote's requests. `host`: of the URL that the user gave, as it is resolved (raw_host of yarl)."""
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._hosts = {host}
-        """Hosts of requests. A proxy's is not among them."""
+        self._proxies: set[str | None] = set()
         literal = _literal(host)
         self._nearest = None if literal is None else _reach(literal)
         """Smallest reach that is allowed; None until the user's host is resolved, which never happens behind a
@@ -63,8 +63,11 @@ class RedirectLimit:
     def install(self, fs: Any) -> None:
         """Limit the requests of fsspec's filesystem for HTTP. Call this before it has a session."""
         import aiohttp  # imported here, because aiohttp is installed only with an extra
+        import yarl
 
         limit = self
+        given = [*getproxies().values(), fs.kwargs.get("proxy"), fs.client_kwargs.get("proxy")]
+        self._proxies = {yarl.URL(str(proxy)).raw_host for proxy in given if proxy}
 
         class Resolver(aiohttp.DefaultResolver):  # type: ignore[misc, valid-type]
             async def resolve(self, host: str, *arguments: Any, **options: Any) -> Any:
@@ -73,15 +76,11 @@ class RedirectLimit:
                 return found
 
         async def redirected(session: Any, context: Any, request: Any) -> None:
-            import yarl
-
             headers = request.response.headers
-            target = request.url.join(yarl.URL(headers.get("Location") or headers.get("URI") or "")).host
-            if target is not None:
-                self._hosts.add(target)
-                literal = _literal(target)
-                if literal is not None and target != self._host:
-                    self.check(target, [literal])
+            target = request.url.join(yarl.URL(headers.get("Location") or headers.get("URI") or "")).raw_host
+            literal = _literal(target or "")
+            if target is not None and literal is not None and target != self._host:
+                self.check(target, [literal])
 
         make = fs.get_client
 
@@ -96,7 +95,7 @@ class RedirectLimit:
 
     def check(self, host: str, addresses: list[Address]) -> None:
         """Raise ShardUnavailableError if a request to this host would go to an address that is too near."""
-        if host not in self._hosts or not addresses:
+        if (host in self._proxies and host != self._host) or not addresses:
             return
         nearest = min(addresses, key=_reach)
         if host == self._host and self._nearest is None:

@@ -45,9 +45,10 @@ class RemoteLoop:
 
         fs, root = fsspec.core.url_to_fs(url, asynchronous=True, loop=self.loop, skip_instance_cache=True, **options)
         self._fs = fs
-        address = urlsplit(url)
-        if address.scheme in ("http", "https"):
-            RedirectLimit(address.hostname or "").install(fs)
+        if urlsplit(url).scheme in ("http", "https"):
+            import yarl  # imported here, because it comes with an extra
+
+            RedirectLimit(yarl.URL(url).raw_host or "").install(fs)
         if hasattr(fs, "set_session"):
             self._session = await fs.set_session()
         return fs, root
