@@ -330,6 +330,7 @@ def test_files_without_numbers_are_refused(table: Path) -> None:
     """Their columns cannot be told apart, if the table has no names for them."""
     for path in table.glob("data/0*.parquet"):
         plain = pyarrow.parquet.read_table(path)
-        pyarrow.parquet.write_table(plain.cast(pyarrow.schema([("i", pyarrow.int64())])), path)
+        if plain.column_names == ["i"]:  # files of deletes have random names
+            pyarrow.parquet.write_table(plain.cast(pyarrow.schema([("i", pyarrow.int64())])), path)
     with pytest.raises(DatasetError, match="no numbers of its columns"):
         index_table(table)

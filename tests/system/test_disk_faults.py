@@ -23,8 +23,8 @@ from penstock.proto import errors
 
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A filesystem of a few megabytes."""
-    with small_disk_at(tmp_path_factory.mktemp("small") / "disk", 3 << 20) as disk:
+    """A filesystem of a few megabytes, of which the journal keeps enough for several commits in its log."""
+    with small_disk_at(tmp_path_factory.mktemp("small") / "disk", 12 << 20) as disk:
         yield disk
 
 
