@@ -278,8 +278,11 @@ def close_all(fds: list[int]) -> None:
 def _closes_at_once(fd: int) -> bool:
     """Return True for memory, events and other descriptors that are no files, and for ends of pipes."""
     mode = os.fstat(fd).st_mode
-    if stat.S_IFMT(mode) == 0 or stat.S_ISFIFO(mode):
-        return True
+    return stat.S_IFMT(mode) == 0 or stat.S_ISFIFO(mode) or is_memory(fd)
+
+
+def is_memory(fd: int) -> bool:
+    """Return True for a memfd."""
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) >= 0
     except OSError:

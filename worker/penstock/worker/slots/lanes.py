@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -36,7 +35,7 @@ from penstock.proto.lane.frames import (
 from penstock.proto.lane.outbox import Outbox
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.processes.child_processes import LOOK_S, Child
-from penstock.worker.processes.control_channel import ControlMessage, counts, invalid_message
+from penstock.worker.processes.control_channel import ControlMessage, close_all, counts, invalid_message, is_memory
 from penstock.worker.slots.slot_record import COORDINATOR_ERRORS, SlotRecord
 
 _MOST_BYTES = 96 << 10
@@ -53,8 +52,7 @@ class FinishedBatches:
         self._announced = self._passed_on = 0
 
     def close(self) -> None:
-        for _, fd in self._rings.values():
-            os.close(fd)
+        close_all([fd for _, fd in self._rings.values()])
         self._rings.clear()
 
     def learn_rings(self, message: ControlMessage) -> None:
@@ -62,10 +60,12 @@ class FinishedBatches:
         self.close()
         numbers = message.fields.get("rings")
         fds = list(message.fds)
-        if type(numbers) is not list or len(numbers) != len(fds) or not all(map(_is_ring, numbers)):
-            for fd in fds:
-                os.close(fd)
-            raise invalid_message(f"the rings of a runner must be given by three numbers each, got {numbers!r:.200}")
+        is_fit = type(numbers) is list and len(numbers) == len(fds) and all(map(_is_ring, numbers))
+        if type(numbers) is not list or not is_fit or not all(map(is_memory, fds)):
+            close_all(fds)
+            raise invalid_message(
+                f"the rings of a runner must be memory, and given by three numbers each, got {numbers!r:.200}"
+            )
         for (ring, entry_bytes, entries), fd in zip(numbers, fds, strict=True):
             frame = Frame(RING, ring=ring, entry=entries, nbytes=entry_bytes)
             self._rings[ring] = framed(frame.encode()), fd
