@@ -6,6 +6,7 @@ their way to another, in one direction, by a blackhole route; a link can be take
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -33,11 +34,14 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+_networks = itertools.count()
+
+
 class Network:
     """Hosts by name, each with an address of its own."""
 
     def __init__(self, *hosts: str) -> None:
-        self._tag = f"pst{os.getpid()}"
+        self._tag = f"pst{os.getpid()}n{next(_networks)}"
         self._router = f"{self._tag}-router"
         self.addresses = {host: f"10.213.{number}.2" for number, host in enumerate(hosts, 1)}
         self._made: list[str] = []
