@@ -94,7 +94,7 @@ def own_daemons() -> Iterator[str]:
         token = Path(folder, "token")
         token.write_text("0123456789abcdef0123456789abcdef")
         token.chmod(0o600)
-        os.environ["PENSTOCK_TOKEN_FILE"] = str(token)
+        os.environ |= {"PENSTOCK_TOKEN_FILE": str(token), "PENSTOCK_INSECURE": "true"}
         started = []
         address = ""
         for command in (["coordinator", "--listen", "127.0.0.1:0", "--state-dir", f"{folder}/state"], ["worker"]):

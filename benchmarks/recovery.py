@@ -91,6 +91,7 @@ class Fleet:
             "benchmarks",
             "--name",
             name,
+            "--insecure",
         ]
         self.daemons[name], _ = self._start("penstock.worker", *arguments)
 
@@ -129,6 +130,7 @@ def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int, fir
         fleet.address,
         job=f"{what}-{lane}-{first}",
         token=fleet.token,
+        insecure=True,
         lane=lane,
         num_workers_per_box=1,
         box=0,
@@ -164,6 +166,7 @@ def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int, first
             fleet.address,
             job=f"drained-{lane}-{first}",
             token=fleet.token,
+            insecure=True,
             lane=lane,
             num_workers_per_box=1,
             box=0,

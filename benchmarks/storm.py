@@ -58,7 +58,7 @@ def _job(fleet: Fleet, number: int, timeout_s: float, together: threading.Barrie
     open at the same moment."""
     name = f"storm{number}"
     appliance = Appliance(
-        fleet.address, job=name, token=fleet.token, seed=number, num_boxes=1, box=0, timeout_s=timeout_s
+        fleet.address, job=name, token=fleet.token, insecure=True, seed=number, num_boxes=1, box=0, timeout_s=timeout_s
     )
     loader = DataLoader(slow_batches)
     together.wait()
@@ -107,6 +107,7 @@ class Savers:
                 self._fleet.address,
                 job="saves",
                 token=self._fleet.token,
+                insecure=True,
                 num_workers_per_box=1,
                 num_boxes=self._boxes,
                 box=box,

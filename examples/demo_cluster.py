@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,11 +54,12 @@ class Cluster:
 
     @contextlib.contextmanager
     def daemons(self, allow: str, slots: int) -> Iterator[None]:
-        """Run a coordinator on a free port, and two worker daemons. `allow`: prefix of the modules that the workers may
+        """Run a coordinator on a Unix socket, and two worker daemons. `allow`: prefix of the modules that the workers may
         run; `slots`: number of slots of each worker."""
         with contextlib.ExitStack() as stack:
             parent_watch = ["--parent-pid", str(os.getpid())]
-            books = ["--listen", "127.0.0.1:0", "--state-dir", str(self.out / "coordinator")]
+            private = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-demo-"))
+            books = ["--listen", f"unix:{private}/socket", "--state-dir", str(self.out / "coordinator")]
             address = self._daemon(stack, "coordinator", "penstock.appliance", *books, *parent_watch)
             for name in ("worker-1", "worker-2"):
                 work = ["--coordinator", address, "--name", name, "--slots", str(slots), "--allow", allow]
