@@ -54,8 +54,8 @@ class Cluster:
 
     @contextlib.contextmanager
     def daemons(self, allow: str, slots: int) -> Iterator[None]:
-        """Run a coordinator on a Unix socket, and two worker daemons. `allow`: prefix of the modules that the workers may
-        run; `slots`: number of slots of each worker."""
+        """Run a coordinator on a Unix socket, and two worker daemons. `allow`: prefix of the modules that the workers
+        may run; `slots`: number of slots of each worker."""
         with contextlib.ExitStack() as stack:
             parent_watch = ["--parent-pid", str(os.getpid())]
             private = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-demo-"))
