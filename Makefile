@@ -53,7 +53,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock dist proto proto-check proto-baseline cli weight lint format format-check types docs compile pytest pytest-slow test slow simulate chaos histories bucket-kills fuzz demo
+.PHONY: help setup lock dist proto proto-check proto-baseline weight lint format format-check types docs compile pytest pytest-slow test slow simulate chaos histories bucket-kills fuzz demo
 .PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers bench-readers gpu storm peers pythons versions clean
 
 help: ## list the targets
@@ -91,9 +91,6 @@ proto-check: $(STAMP) ## the committed protobuf code is what its .proto files ge
 
 proto-baseline: $(STAMP) ## take what was added to the .proto files into the promise that tests hold them to
 	PYTHONPATH=tests/support $(BIN)/python -m wire_contract
-
-cli: $(STAMP) ## write docs/cli.md anew, from the help of the commands
-	PYTHONPATH=tests/support $(BIN)/python -m cli_page
 
 weight: $(STAMP) ## lines, lines of code and lines of docstrings by folder
 	@$(BIN)/python tests/support/weight.py

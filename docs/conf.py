@@ -9,6 +9,7 @@ repository is known.
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,14 @@ class RepositoryLinks(SphinxTransform):
                 node.replace_self(nodes.literal("", path.relative_to(REPOSITORY).as_posix()))
 
 
+def with_commands(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Add to the page of the command what `--help` says now."""
+    if docname == "cli":
+        app.env.note_reread()
+        sys.path.append(str(REPOSITORY / "tests" / "support"))
+        source[0] += importlib.import_module("cli_page").made()
+
+
 def without_absent_pages(app: Sphinx, docname: str, source: list[str]) -> None:
     """Drop the index's patterns (lines that end in *) that no page matches: pages come with what they describe."""
     if docname == "index":
@@ -108,5 +117,6 @@ def public_name(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref,
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", without_absent_pages)
+    app.connect("source-read", with_commands)
     app.add_transform(RepositoryLinks)
     app.connect("missing-reference", public_name)

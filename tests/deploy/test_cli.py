@@ -9,7 +9,6 @@ import subprocess
 import sys
 from typing import Any
 
-import cli_page
 import pytest
 import typer
 import typer.main
@@ -73,11 +72,6 @@ def test_every_error_has_one_exit_code() -> None:
     assert len({code.number for code in CODES}) == len(CODES)
     for entry in CATALOGUE.values():
         assert exit_code(entry.error("x")) not in (0, 1)
-
-
-def test_the_manual_is_current() -> None:
-    page = cli_page.PAGE.read_text()
-    assert page.endswith(cli_page.MARK + cli_page.made()), "run make cli, and commit docs/cli.md"
 
 
 def code_of(error: BaseException | None) -> int:

@@ -1,12 +1,8 @@
-"""The part of docs/cli.md that is made from the commands: their help, their options and the exit codes.
-
-python -m cli_page    (make cli) writes it anew
-"""
+"""The part of the page docs/cli.md that `make docs` makes from the commands: their help, options and exit codes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import typer.main
@@ -14,14 +10,12 @@ import typer.main
 from penstock.deploy.cli.main import app
 from penstock.deploy.console.exit_codes import CODES
 
-PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 SHARED = {
     "Coordinator": ("coordinator", "job", "token_file"),
     "TLS": ("tls_ca", "tls_cert", "tls_key", "tls_name", "credentials", "insecure"),
     "General": ("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"),
 }
 """Heading -> names of options that many commands have."""
-MARK = "<!-- `make cli` makes the rest from the commands. -->\n"
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -87,7 +81,3 @@ def made() -> str:
     parts += [listed((str(code.number), code.meaning) for code in CODES), "## Options that many commands have"]
     parts += [f"**{head}**\n\n{listed(options.items())}" for head, options in shared.items()]
     return "\n\n".join([*parts, *(section(*command) for command in everything[1:])]) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + made())
