@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from penstock.data import Chunked, LogicalShards, Packed, Repeated, ShardLoader, collate_packed
 
 LINE, BATCH, PAD, BOS, EOS = 2048, 8, 0, 1, 2
-FIELDS: dict[str, Any] = {"labels": True, "positions": True, "segments": True}
+FIELDS: dict[str, Any] = {"labels": True, "shift": True, "positions": True, "segments": True}
 
 
 def documents(count: int) -> list[Any]:

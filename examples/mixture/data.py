@@ -55,7 +55,17 @@ def lines(documents: LogicalShards) -> Packed:
     """Return documents packed into lines by best fit, with the fields that attention and the loss need beside the
     tokens."""
     as_bytes = Mapped(documents, to_tokens, name="bytes")
-    return Packed(as_bytes, length=LENGTH, pad=PAD, split=False, window=200, labels=True, positions=True, segments=True)
+    return Packed(
+        as_bytes,
+        length=LENGTH,
+        pad=PAD,
+        split=False,
+        window=200,
+        labels=True,
+        shift=True,
+        segments=True,
+        positions=True,
+    )
 
 
 def to_tokens(text: str) -> np.ndarray:

@@ -135,8 +135,8 @@ def test_counts_of_any_stack_are_those_of_one_worker(make: Make, chain: list[Any
 
 PACKINGS: dict[str, dict[str, Any]] = {
     "in order": {"pad": -1},
-    "by best fit with labels": {"pad": -1, "split": False, "window": 8, "labels": True, "segments": True},
-    "truncated": {"pad": -1, "split": False, "window": 8, "long": "truncate", "labels": True},
+    "by best fit with labels": {"pad": -1, "split": False, "window": 8, "labels": True, "shift": False},
+    "truncated": {"pad": -1, "split": False, "window": 8, "long": "truncate", "labels": True, "shift": True},
 }
 
 

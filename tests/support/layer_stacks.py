@@ -83,7 +83,14 @@ def parity(document: Any) -> int:
     return len(document) % 2
 
 
-FIELDS: dict[str, Any] = {"labels": True, "positions": True, "segments": True, "cu_seqlens": True, "loss_mask": True}
+FIELDS: dict[str, Any] = {
+    "labels": True,
+    "shift": True,
+    "positions": True,
+    "segments": True,
+    "cu_seqlens": True,
+    "loss_mask": True,
+}
 
 
 def fitted(source: ShardedSource, length: int, window: int) -> ShardedSource:

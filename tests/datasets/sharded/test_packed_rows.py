@@ -13,9 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data import Chunked, Packed, Repeated, ShardLoader, collate_packed
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-ALL: Any = {"labels": True, "positions": True, "segments": True, "cu_seqlens": True, "payload": ["weight"]}
+ALL: Any = {
+    "labels": True,
+    "shift": True,
+    "positions": True,
+    "segments": True,
+    "cu_seqlens": True,
+    "payload": ["weight"],
+}
 PAD = -9
 SIZES = st.lists(st.integers(0, 14), max_size=14)
 
@@ -48,7 +55,9 @@ def in_order(sizes: list[int], length: int, whole_documents: bool, truncate: boo
     return [line for line in lines if line]
 
 
-def fields_by_hand(line: list[Slot], documents: list[dict[str, Any]], most: int, length: int) -> dict[str, list[Any]]:
+def fields_by_hand(
+    line: list[Slot], documents: list[dict[str, Any]], most: int, length: int, shift: bool
+) -> dict[str, list[Any]]:
     """The fields of a line. `most`: tokens of a document that exist, the others are truncated."""
     row: dict[str, list[Any]] = {name: [] for name in ("tokens", "labels", "positions", "segments", "loss_mask")}
     row |= {"weight": [], "cu_seqlens": []}
@@ -62,13 +71,15 @@ def fields_by_hand(line: list[Slot], documents: list[dict[str, Any]], most: int,
         number, index, segment = line[at]
         document = documents[number]
         begins = at == 0 or line[at - 1][2] != segment
-        follows = index + 1 < min(len(document["tokens"]), most) and bool(document["learn"][index + 1])
+        label = index + shift
+        exists = label < min(len(document["tokens"]), most) and (shift or not begins)
+        learns = exists and bool(document["learn"][label])
         row["tokens"].append(int(document["tokens"][index]))
-        row["labels"].append(int(document["tokens"][index + 1]) if follows else -100)
+        row["labels"].append(int(document["tokens"][label]) if learns else -100)
         row["positions"].append(0 if begins else row["positions"][-1] + 1)
         row["segments"].append(segment)
         row["weight"].append(document["weight"][index].tolist())
-        row["loss_mask"].append(follows)
+        row["loss_mask"].append(learns)
         row["cu_seqlens"] += [at] * begins
     row["cu_seqlens"] += [len(line), length] if len(line) < length else [length]
     return row
@@ -79,18 +90,18 @@ def lists(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, list[Any]]]:
 
 
 @settings(max_examples=20)
-@given(SIZES, st.integers(1, 12), st.sampled_from(["split", "whole", "truncate"]), st.booleans())
-def test_fields_equal_those_made_by_hand(sizes: list[int], length: int, how: str, narrow: bool) -> None:
+@given(SIZES, st.integers(1, 12), st.sampled_from(["split", "whole", "truncate"]), st.booleans(), st.booleans())
+def test_fields_equal_those_made_by_hand(sizes: list[int], length: int, how: str, narrow: bool, shift: bool) -> None:
     documents = column_documents(sizes)
-    options: dict[str, Any] = {} if how == "split" else {"split": False}
+    options: dict[str, Any] = ALL | {"shift": shift} | ({} if how == "split" else {"split": False})
     if how == "truncate":
         options["long"] = "truncate"
     if narrow:
         options["dtype"] = "int32"
-    source = Packed(Given([documents]), length=length, pad=PAD, loss_mask="learn", **ALL, **options)
+    source = Packed(Given([documents]), length=length, pad=PAD, loss_mask="learn", **options)
     lines = in_order(sizes, length, how != "split", how == "truncate")
     most = length if how == "truncate" else 1 << 30
-    expected = [fields_by_hand(line, documents, most, length) for line in lines]
+    expected = [fields_by_hand(line, documents, most, length, shift) for line in lines]
     rows = whole(source)
     assert lists(rows) == expected
     assert {row[name].dtype for row in rows for name in ("tokens", "labels")} <= {
@@ -194,10 +205,33 @@ def test_images_stay_with_their_documents() -> None:
 )
 @pytest.mark.parametrize("window", [None, 3])
 def test_an_error_names_the_document(sample: Any, options: Any, what: str, window: int | None) -> None:
-    usual: Any = {"length": 4, "labels": True}
+    usual: Any = {"length": 4, "labels": True, "shift": True}
     if window:
         usual |= {"window": window, "split": False, "pad": 0}
     good = {"tokens": [1, 2, 3, 4], "weight": [1, 2, 3, 4]}
     cursor = Packed(Given([[good, sample, good, good]]), **usual | options).open(0, 2, 1)
     with pytest.raises(DatasetError, match=rf"Packed: document 1 of shard 0 in epoch 2.*{what}"):
         list(cursor)
+
+
+def test_labels_need_a_choice() -> None:
+    """Whoever forgets `shift` would train a model that shifts on the token after the next."""
+    fields: Any
+    for fields in ({"labels": True}, {"loss_mask": True}):
+        with pytest.raises(InvalidArgumentError, match=r"need shift: True if the loop .* False if the model shifts"):
+            Packed(Given([[]]), length=4, **fields)
+    with pytest.raises(InvalidArgumentError, match="shift must be False with names='transformers'"):
+        Packed(Given([[]]), length=4, labels=True, shift=True, names="transformers")
+    with pytest.raises(InvalidArgumentError, match=r"names must rename tokens, positions or payload, got \['labels'\]"):
+        Packed(Given([[]]), length=4, positions=True, names={"labels": "targets"})
+
+
+def test_other_names() -> None:
+    names = {"tokens": "text", "weight": "loss_weight", "segments": "documents"}
+    source = Packed(Given([column_documents([3, 4])]), length=5, segments=True, payload=["weight"], names=names)
+    (row,) = whole(source)
+    assert {name: value.tolist() for name, value in row.items()} == {
+        "text": [1, 2, 3, 4, 5],
+        "documents": [1, 1, 1, 2, 2],
+        "loss_weight": [[2 * token, 3 * token] for token in range(1, 6)],
+    }

@@ -11,14 +11,14 @@ So a state contains no tokens, and a change of topology loses none: lines and wi
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, get_args
 
 from penstock.data.arguments import at_least_one, one_of, truth
 from penstock.data.sharded.layers.documents import Block, DocumentParser, DocumentReader, located, token_of
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
-from penstock.data.sharded.layers.packed_rows import Documents, Part, RowFields, RowOrigins
+from penstock.data.sharded.layers.packed_rows import TRANSFORMERS, Documents, Part, RowFields, RowOrigins
 from penstock.data.sharded.layers.windows import WindowCursor
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
 from penstock.data.sharded.runs import Run, RunCursor
@@ -35,7 +35,7 @@ class Packed(Layer):
     """Layer that packs a shard's documents into lines of exactly `length` tokens: in order, or with `window=` by best
     fit.
 
-        Packed(documents, length=2048, pad=0, split=False, window=1000, labels=True, positions=True, cu_seqlens=True)
+        Packed(documents, length=2048, pad=0, split=False, window=1000, labels=True, names="transformers")
 
     A line is a tensor of shape (length,) and dtype `dtype`. With any of the arguments from `tokens` to `attached`, it
     is a dict of tensors, the fields. A segment is the part of a document that is in one line. If the source is a
@@ -58,6 +58,7 @@ class Packed(Layer):
         dtype: Literal["int64", "int32"] = "int64",
         tokens: str = "tokens",
         labels: bool = False,
+        shift: bool | None = None,
         positions: bool = False,
         segments: bool = False,
         cu_seqlens: bool = False,
@@ -65,6 +66,7 @@ class Packed(Layer):
         ignore_index: int = -100,
         payload: Iterable[str] = (),
         attached: Iterable[str] = (),
+        names: Literal["transformers"] | Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
@@ -85,8 +87,10 @@ class Packed(Layer):
                 in order. A worker keeps one window in memory for each shard that it reads.
             dtype: dtype of tokens and labels. A token that does not fit is a DatasetError.
             tokens: name of the field with the tokens, in samples that are dicts, and in lines that are dicts.
-            labels: True: add the field `labels` of shape (length,): for each token the next token of its document, also
-                if that is in the next line; `ignore_index` where there is none.
+            labels: True: add the field `labels` of shape (length,), with `ignore_index` where there is none.
+            shift: which token `labels[i]` is; needed with `labels` or `loss_mask`. True: the document's token after
+                token i, also if that is in the next line, for a loop that compares logits[i] with labels[i]. False:
+                token i, but none for a segment's first, for a model that shifts labels itself.
             positions: True: add the field `positions`, int64 of shape (length,): the index of each token in its
                 segment, from 0 in each line, and 0 for padding.
             segments: True: add the field `segments`, int32 of shape (length,): the number of each token's segment in
@@ -94,9 +98,9 @@ class Packed(Layer):
             cu_seqlens: True: add the field `cu_seqlens`, int32 of shape (segments + 1,), for attention kernels: the
                 index at which each segment begins, then `length`. Padding counts as a segment. Use `collate_packed` to
                 make batches.
-            loss_mask: True: add the field `loss_mask`, bool of shape (length,): True for each token that has a label.
-                Name of a column with one value for each token: a token with the value 0 there is not used as a label,
-                so `labels` has `ignore_index` in its place.
+            loss_mask: True: add the field `loss_mask`, bool of shape (length,): True where `labels` has one. Name of a
+                column with one value for each token: a token with the value 0 there is not used as a label, so
+                `labels` has `ignore_index` in its place.
             ignore_index: value in `labels` for tokens without a label.
             payload: names of columns with one value for each token, or one array, all of the same shape. Each becomes a
                 field of shape (length, ...) with zeros for padding.
@@ -104,8 +108,26 @@ class Packed(Layer):
                 becomes a field NAME of shape (items, ...), and a field NAME_segments, int32 of shape (items,): the
                 number of each item's segment in the line, from 1. Needs split=False, long="refuse", and
                 `collate_packed` to make batches.
+            names: other names for fields. "transformers": for models of Hugging Face: `input_ids`; `labels` with
+                shift=False; always `position_ids`, which keep documents apart while no `attention_mask` is given; with
+                `cu_seqlens` and `collate_packed`, the arguments of Flash attention.
         """
         super().__init__(source)
+        if names == "transformers":
+            if shift:
+                raise InvalidArgumentError(
+                    "shift must be False with names='transformers': its models shift labels, too"
+                )
+            shift, positions = False, True
+            given = {"tokens", "positions", *(["cu_seqlens"] if cu_seqlens else [])}
+            names = {name: TRANSFORMERS[name] for name in TRANSFORMERS if name in given}
+        elif isinstance(names, str) or not isinstance(names or {}, Mapping):
+            raise InvalidArgumentError(f"names must be 'transformers' or a dict of names, got {names!r}")
+        if shift is None and (labels or loss_mask):
+            raise InvalidArgumentError(
+                "labels and loss_mask need shift: True if the loop compares logits[i] with labels[i] (torchtitan, "
+                "cross_entropy), False if the model shifts labels itself (transformers, TRL)"
+            )
         self._length, self._pad = at_least_one("length", length), token_of("pad", pad)
         self._bos, self._eos = token_of("bos", bos), token_of("eos", eos)
         self._split, self._long = bool(split), long
@@ -123,6 +145,8 @@ class Packed(Layer):
             ignore_index=ignore_index,
             payload=_names("payload", payload),
             attached=_names("attached", attached),
+            shift=True if shift is None else truth("shift", shift),
+            renamed=dict(names or {}),
         )
         self._check()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.protocol import NOWHERE, Origin, summed
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
+VARLEN = "cu_seq_lens_q"
+TRANSFORMERS = {"tokens": "input_ids", "positions": "position_ids", "cu_seqlens": VARLEN}
+"""Names that Hugging Face's models give to fields. Flash attention of variable length takes one row: collate_packed."""
 _ROWS, _SEGMENTS = "_rows", "_segments"
 """Endings of two fields of attached items: each item's row in the batch, from 0, and segment in the row, from 1."""
 
@@ -85,6 +88,9 @@ class RowFields:
     ignore_index: int = -100
     payload: tuple[str, ...] = ()
     attached: tuple[str, ...] = ()
+    shift: bool = True
+    """True: labels[i] is the token after i; False: token i, unless it is a segment's first."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, ("int32", "int64"))
@@ -93,6 +99,9 @@ class RowFields:
         for name, token in (("pad", self.pad), ("ignore_index", self.ignore_index if self.labels else None)):
             if token is not None and not np.iinfo(self.dtype).min <= token <= np.iinfo(self.dtype).max:
                 raise InvalidArgumentError(f"{name} must fit {self.dtype}, got {token}")
+        unknown = sorted(map(str, self.renamed.keys() - {"tokens", *self._made, *self.payload}))
+        if unknown:
+            raise InvalidArgumentError(f"names must rename tokens, {', '.join(self._made)} or payload, got {unknown}")
         names = self.names
         if not all(isinstance(name, str) and name for name in names):
             raise InvalidArgumentError(f"names of fields must be texts, not empty, got {names}. Correct the names")
@@ -102,14 +111,22 @@ class RowFields:
             raise InvalidArgumentError(f"each field of a row or batch must have a name of its own, got {doubled} twice")
 
     @property
-    def names(self) -> list[str]:
-        made = [name for name in ("labels", "positions", "segments", "cu_seqlens", "loss_mask") if getattr(self, name)]
-        items = [name + ending for name in self.attached for ending in ("", _SEGMENTS)]
-        return [self.tokens, *made, *self.payload, *items]
+    def _made(self) -> list[str]:
+        return [name for name in ("labels", "positions", "segments", "cu_seqlens", "loss_mask") if getattr(self, name)]
 
     @cached_property
-    def _others_names(self) -> list[str]:
-        return self.names[1:]
+    def _others_names(self) -> list[tuple[str, str]]:
+        """(own name, name in a row) of each field besides the tokens."""
+        items = [name + ending for name in self.attached for ending in ("", _SEGMENTS)]
+        return [(name, self.renamed.get(name, name)) for name in (*self._made, *self.payload, *items)]
+
+    @cached_property
+    def _tokens_name(self) -> str:
+        return self.renamed.get("tokens", self.tokens)
+
+    @property
+    def names(self) -> list[str]:
+        return [self._tokens_name, *(name for _, name in self._others_names)]
 
     @cached_property
     def _counted(self) -> npt.NDArray[np.int64]:
@@ -162,7 +179,7 @@ class RowFields:
 
     def row(self, parts: Sequence[Part]) -> Any:
         tokens = self.line(parts)
-        return tokens if self.plain else {self.tokens: tokens} | self._others(parts, tokens.numpy())
+        return tokens if self.plain else {self._tokens_name: tokens} | self._others(parts, tokens.numpy())
 
     def _others(self, parts: Sequence[Part], tokens: Ints) -> dict[str, torch.Tensor]:
         segment_ends = _segment_ends(parts)
@@ -181,12 +198,16 @@ class RowFields:
             made[name] = _column(parts, name, self.length)
         for name in self.attached:
             made[name], made[name + _SEGMENTS] = _items(parts, name)
-        return {name: torch.from_numpy(made[name]) for name in self._others_names}
+        return {name: torch.from_numpy(made[own]) for own, name in self._others_names}
 
     def _add_labels(
         self, made: dict[str, npt.NDArray[Any]], parts: Sequence[Part], ends: list[int], tokens: Ints
     ) -> None:
-        """The last token of a segment has no label, unless its document continues in the next row."""
+        """Shifted, the last token of a segment has no label, unless its document continues in the next row; otherwise
+        its first has none, because a model that shifts would predict it from another document."""
+        if not self.shift:
+            self._add_own_labels(made, parts, ends, tokens)
+            return
         lasts, filled = np.array(ends) - 1, ends[-1]
         split = [(at, part.documents, part.end) for at, part in _last_tokens(parts) if part.documents.splits(part.end)]
         if self.labels:
@@ -209,6 +230,17 @@ class RowFields:
                 mask[at] = bool(document.columns[self.loss_mask][end])
             if self.labels:
                 labels[~mask] = self.ignore_index
+
+    def _add_own_labels(
+        self, made: dict[str, npt.NDArray[Any]], parts: Sequence[Part], ends: list[int], tokens: Ints
+    ) -> None:
+        mask = np.ones(self.length, np.bool_)
+        mask[[0, *ends[:-1]]] = mask[ends[-1] :] = False
+        if isinstance(self.loss_mask, str):
+            mask &= _column(parts, self.loss_mask, self.length).astype(np.bool_)
+        if self.labels:
+            made["labels"] = np.where(mask, tokens, np.array(self.ignore_index, self.dtype))
+        made["loss_mask"] = mask
 
     def _positions(self, begins: list[int], ends: list[int]) -> npt.NDArray[Any]:
         positions = np.empty(self.length, np.int64)
@@ -237,6 +269,8 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
     - `max_seqlen` is added: the length of the longest sequence (also of padding), an int64 tensor without dimensions.
     - Attached items are concatenated: (items of all rows, ...). The fields `NAME_segments` and `NAME_rows` of shape
       (items,) have the number of each item's segment in its row, from 1, and of its row, from 0.
+    - With names="transformers" and cu_seqlens=True, all rows become one, (1, rows * length, ...), as models of
+      transformers take it with `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
     """
     batch: dict[str, torch.Tensor] = {}
     if not rows or not all(isinstance(row, Mapping) for row in rows):
@@ -248,10 +282,14 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
             )
     for name in rows[0]:
         found = [row[name] for row in rows]
-        if name == "cu_seqlens":
+        if name in ("cu_seqlens", VARLEN):
             starts = [0, *np.cumsum([int(each[-1]) for each in found]).tolist()]
-            batch[name] = torch.cat([found[0][:1], *(each[1:] + at for each, at in zip(found, starts, strict=False))])
-            batch["max_seqlen"] = torch.stack([each.diff().max().long() for each in found]).max()
+            bounds = torch.cat([found[0][:1], *(each[1:] + at for each, at in zip(found, starts, strict=False))])
+            longest = torch.stack([each.diff().max().long() for each in found]).max()
+            if name == VARLEN:
+                batch |= {VARLEN: bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+            else:
+                batch |= {name: bounds, "max_seqlen": longest}
         elif name + _SEGMENTS in rows[0]:
             batch[name] = torch.cat([each for each in found if len(each)] or found[:1])
         elif name.removesuffix(_SEGMENTS) in rows[0] and name.endswith(_SEGMENTS):
@@ -259,7 +297,7 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
             counts = torch.tensor([len(each) for each in found])
             batch[name.removesuffix(_SEGMENTS) + _ROWS] = torch.arange(len(rows)).repeat_interleave(counts)
         else:
-            batch[name] = torch.stack(found)
+            batch[name] = torch.cat(found)[None] if VARLEN in rows[0] else torch.stack(found)
     return batch
 
 
