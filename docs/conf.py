@@ -70,13 +70,15 @@ class RepositoryLinks(SphinxTransform):
                 continue
             target = node["reftarget"].partition("#")[0]
             path = (pages / Path(node["refdoc"]).parent / target).resolve()
+            if not path.exists() and (REPOSITORY / target).exists():
+                path = REPOSITORY / target  # a link of the README or CONTRIBUTING.md, which pages include
             if node.get("refdomain") == "doc":
                 path = path if path.exists() else path.with_name(f"{path.name}.md")
             if not target or path.is_relative_to(pages) or not path.is_relative_to(REPOSITORY):
                 continue
             page = PAGES_OF.get(path.relative_to(REPOSITORY).as_posix())
             if page is not None:
-                node["refdomain"], node["reftarget"] = "doc", page
+                node["refdomain"], node["reftarget"], node["reftargetid"] = "doc", page, None
             elif path.is_file():
                 copy = addnodes.download_reference(
                     "", "", *node.children, reftarget=f"/../{path.relative_to(REPOSITORY).as_posix()}"

@@ -18,7 +18,7 @@ from neighbours import beside
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.data import MDSWriter
 
-STATEFUL, STREAMING = "from_torch", "from_mosaicml_streaming"
+STATEFUL, STREAMING = "torch", "from_mosaicml_streaming"
 ENERGON, TF_DATA = "from_energon", "from_tf_data"
 NOTE = "run by tests/integrations/test_from_pages.py"
 BLOCKS = [
@@ -30,7 +30,7 @@ BLOCKS = [
 """Blocks that this module runs; tests/docs checks that it does."""
 PROGRAMS = {Path(block.page).stem: block for block in BLOCKS}
 LOOPS = {STREAMING: (16, None), ENERGON: (10, 30), TF_DATA: (10, 30)}
-"""Pages that have an input_fn and refer to from_torch's loop: batch size and steps."""
+"""Pages that have an input_fn and refer to torch.md's loop: batch size and steps."""
 
 
 @pytest.fixture(scope="module")

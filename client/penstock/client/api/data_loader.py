@@ -61,7 +61,7 @@ class DataLoader:
     Args:
         input_fn: callable that returns a torch DataLoader or an iterable of nested tensors: a function or class at the
             top level of a module that workers can import; in embedded mode any callable. Or a dataset: see
-            docs/from_torch.md for the arguments of torch that are taken over.
+            docs/torch.md for the arguments of torch that are taken over.
         args, kwargs: arguments of input_fn on every worker, copied at once: plain values, tensors and arrays; in
             embedded mode also objects that can be pickled, and functions of any kind.
 
