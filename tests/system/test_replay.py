@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -221,11 +224,21 @@ def test_command_shows_the_batch(stage: Stage) -> None:
     ("arguments", "code", "says"),
     [
         (["nobody", "--step", "1"], 18, "has no record of box 0 of run nobody/0"),
-        (["two", "--step", "25"], 20, "delivered to box 0 (steps 1 to 24 of attempt 1"),
-        (["two", "--step", "1"], 25, "Pass --allow streams"),
+        (["two", "--step", "25", "--allow", "streams"], 20, "delivered to box 0 (steps 1 to 24 of attempt 1"),
+        (["two", "--step", "1", "--allow", "other"], 25, "Pass --allow streams"),
         (["two", "--step", "1", "--out", "x.pkl"], 2, "must end with one of .pst, .pt"),
     ],
 )
 def test_what_cannot_be_had_is_said(stage: Stage, arguments: list[str], code: int, says: str) -> None:
     ended, _, line = command(stage, *arguments)
     assert (ended, says in line) == (code, True), line
+
+
+def test_a_missing_allow_is_said_before_torch_is_imported(stage: Stage) -> None:
+    """The import took most of the 28 seconds that a loaded machine needed to say so."""
+    program = "import sys; sys.modules['torch'] = None; from penstock.deploy.__main__ import main; sys.exit(main())"
+    known = {"PENSTOCK_TOKEN": TOKEN, "PENSTOCK_COORDINATOR": stage.cluster.address}
+    for source, says in ((["two"], "Pass --allow streams"), (["--checkpoint", "x.pt"], "Pass --allow and its package")):
+        command = [sys.executable, "-c", program, "replay", *source, "--step", "1"]
+        done = subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, says in done.stderr) == (25, True), done.stderr

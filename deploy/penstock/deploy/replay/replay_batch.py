@@ -61,20 +61,28 @@ class ReplayRequest:
     deadline_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        from penstock.deploy.operations.batch_tables import FORMATS
-
         if self.run is None and not self.checkpoints:
             raise InvalidArgumentError(
                 "RUN or --checkpoint must be given, got neither. Name the run as `penstock status` shows it"
             )
-        if self.out is not None and self.out.suffix not in FORMATS:
-            raise InvalidArgumentError(
-                f"--out must end with one of {', '.join(FORMATS)}, got {self.out}. Choose one of these endings"
+        if self.run is None and not (self.allow or self.script):
+            raise InputFnNotAllowedError(
+                "--allow must permit the input_fn of the checkpoint's run, because the replay runs it on this machine. "
+                "Pass --allow and its package, or --script if it is in the training script"
             )
-        if self.out is not None and not self.out.absolute().parent.is_dir():
-            raise InvalidArgumentError(
-                f"--out must be in an existing directory, got {self.out}. Make the directory first"
-            )
+        if self.out is not None:
+            _check_out(self.out)
+
+
+def _check_out(out: Path) -> None:
+    from penstock.deploy.operations.batch_tables import FORMATS  # imports torch
+
+    if out.suffix not in FORMATS:
+        raise InvalidArgumentError(
+            f"--out must end with one of {', '.join(FORMATS)}, got {out}. Choose one of these endings"
+        )
+    if not out.absolute().parent.is_dir():
+        raise InvalidArgumentError(f"--out must be in an existing directory, got {out}. Make the directory first")
 
 
 def replay(
@@ -83,17 +91,12 @@ def replay(
     """Return the batch's content and origin. `client`: of the coordinator that knows the run, if one is given;
     `server`: None: a new one. Raises the error that prevents the replay; ReplayMismatchError if the batch differs from
     the delivered one."""
+    histories = [] if client is None else _histories(request, client)
+    # imported here, because torch, which they import, takes seconds, before which the errors above are raised
     from penstock.deploy.operations.saved_file import read_state
     from penstock.deploy.replay.plan import attempt_of, plan
 
-    if client is not None:
-        name = run_name(cast(str, request.run))
-        histories = client.fetch_histories(name, request.box)
-        if not histories:
-            raise UnknownRunError(
-                f"the coordinator at {client.address} has no record of box {request.box} of run {name}. `penstock "
-                "status --all` lists the runs; one that ended long ago can be replayed only from a --checkpoint"
-            )
+    if histories:
         history = attempt_of(histories, request.box, request.step)
         saved = [read_state(path, history.opening.loader.input_fn) for path in request.checkpoints]
     else:
@@ -108,6 +111,34 @@ def replay(
             for slot in range(history.opening.num_workers_per_box)
         ]
         return _BatchReplay(request, history, steps, client, children).run()
+
+
+def _histories(request: ReplayRequest, client: CoordinatorClient) -> Sequence[pb.History]:
+    name = run_name(cast(str, request.run))
+    histories = client.fetch_histories(name, request.box)
+    if not histories:
+        raise UnknownRunError(
+            f"the coordinator at {client.address} has no record of box {request.box} of run {name}. `penstock "
+            "status --all` lists the runs; one that ended long ago can be replayed only from a --checkpoint"
+        )
+    if not (request.allow or request.script):
+        _check_allowed(request, histories[-1].opening.loader.input_fn)
+    return histories
+
+
+def _check_allowed(request: ReplayRequest, input_fn: str) -> None:
+    module = module_of(input_fn)
+    if module == MAIN:
+        if request.script is None:
+            raise InputFnNotFoundError(
+                f"--script must be given, because input_fn {input_fn!r} is defined in the main script of its "
+                'job. The script is imported without running what is under `if __name__ == "__main__":`'
+            )
+    elif not under(module, request.allow):
+        raise InputFnNotAllowedError(
+            f"--allow must permit the run's input_fn, {input_fn}, because the replay runs it on this machine. "
+            f"Pass --allow {module.partition('.')[0]}"
+        )
 
 
 def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
@@ -138,20 +169,10 @@ def _loader(request: ReplayRequest, history: pb.History, client: CoordinatorClie
     from penstock.proto.state.codec import decode_state, encode_state
 
     opened = history.opening.loader
-    module = module_of(opened.input_fn)
+    _check_allowed(request, opened.input_fn)
     spec = records_pb2.LoaderSpec(input_fn=opened.input_fn, options=opened.options, allow=request.allow)
-    if module == MAIN:
-        if request.script is None:
-            raise InputFnNotFoundError(
-                f"--script must be given, because input_fn {opened.input_fn!r} is defined in the main script of its "
-                'job. The script is imported without running what is under `if __name__ == "__main__":`'
-            )
-        spec.main_path = str(request.script.absolute())
-    elif not under(module, request.allow):
-        raise InputFnNotAllowedError(
-            f"--allow must permit the run's input_fn, {opened.input_fn}, because the replay runs it on this machine. "
-            f"Pass --allow {module.partition('.')[0]}"
-        )
+    if module_of(opened.input_fn) == MAIN:
+        spec.main_path = str(cast(Path, request.script).absolute())
     arguments: Any = {"args": (), "kwargs": {}}
     if client is not None and (request.args is None or request.kwargs is None):
         remedy = "Pass both --args and --kwargs"
