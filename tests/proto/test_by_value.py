@@ -36,7 +36,7 @@ def no_main() -> types.ModuleType:
 
 
 def again(value: Any) -> Any:
-    return load(dump(value), no_main)
+    return load(dump(value)[0], no_main)
 
 
 @dataclass
@@ -110,7 +110,8 @@ def test_a_notebook_s_functions_and_classes(monkeypatch: pytest.MonkeyPatch) -> 
     program += "class Batch:\n  def __init__(self): self.made = make(2)"
     exec(program, notebook.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    data = dump([notebook.make, notebook.Batch])
+    data, of_main = dump([notebook.make, notebook.Batch])
+    assert not of_main
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # as in another process
     make, batch = load(data, no_main)
     assert make(3) == [0, 2, 4]
@@ -123,7 +124,8 @@ def test_script_functions_travel_by_name(monkeypatch: pytest.MonkeyPatch, tmp_pa
     Path(script.__file__).write_text("")
     exec("class Config: pass\ndef make(): return 1", script.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", script)
-    data = dump([script.Config, script.make])
+    data, of_main = dump([script.Config, script.make])
+    assert of_main == "make"
     elsewhere = types.ModuleType("penstock_main")
     exec("class Config: pass\ndef make(): return 2", elsewhere.__dict__)
     assert load(data, lambda: elsewhere) == [elsewhere.Config, elsewhere.make]

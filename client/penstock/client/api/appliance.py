@@ -31,7 +31,7 @@ from penstock.client.api.appliance_settings import (
 from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.client.api.scopes import EnteredScope
 from penstock.client.embedded import Embedded, ended_error
-from penstock.client.states.code_reference import forbid_in_runner, search_path
+from penstock.client.states.code_reference import check_guard, forbid_in_runner, main_line, search_path
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
 from penstock.client.stream.device_reader import reader_for
@@ -66,6 +66,8 @@ REACH_S = 20.0
 RETRY_S = 0.25
 
 _open: weakref.WeakSet[Appliance] = weakref.WeakSet()
+_lines: set[int] = set()
+"""Lines of the training script at which appliances were made and runs opened."""
 
 
 class Appliance:
@@ -114,6 +116,7 @@ class Appliance:
         self.settings = settings
         self._launcher = Launcher()
         self._owner = OwnerProcess()
+        _lines.add(main_line())
         self._closed = False
         self._lock = threading.Lock()
         self._runs: list[StreamRun] = []
@@ -251,6 +254,8 @@ class Appliance:
 
     def _open_run(self, owner: Any, opening: Opening) -> OpenRun:
         reference, start = opening.reference, opening.start
+        _lines.add(main_line())
+        check_guard(reference, _lines)
         settings = self.settings
         deadline, notice = time.monotonic() + settings.timeout_s, WaitNotice()
         access = self._reach(deadline, notice)

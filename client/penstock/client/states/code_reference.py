@@ -7,22 +7,25 @@ else opening the run raises an error.
 
 A main script run with `python -m` has a real module name. One run as a file is loaded by runners on this machine as
 `penstock_main`, so that its main guard is not executed; workers on other machines cannot load it. A notebook, `python
--c` and standard input have no file at all."""
+-c` and standard input have no file at all. A loader that needs nothing of the script is loaded without it."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError, PenstockError, UnsupportedStateError
 from penstock.proto.state.codec import encode_state
+from penstock.proto.state.main_script import MAIN_NAMES, main_module
 
 MAIN = "penstock_main"
 """Module name of a training script that was run as a file, so that its `if __name__ == "__main__"` is false."""
@@ -31,14 +34,15 @@ BY_VALUE = "penstock_by_value"
 RUNNER_VARIABLE = "PENSTOCK_RUNNER"
 """Environment variable that a worker sets in every process that runs user code."""
 
-_MAIN_NAMES = ("__main__", "__mp_main__")
-
 
 @dataclass(frozen=True)
 class CodeReference:
     name: str
     main_path: str = ""
-    """Absolute path of the training script, if `name` or a pickled argument may refer to it; else ""."""
+    """Absolute path of the training script that runners load as MAIN, because `name` or a pickled argument refers to
+    it; else ""."""
+    of_main: str = field(default="", compare=False)
+    """Function or class of the training script for which runners load it, as MAIN or by its own name."""
     only_here: PenstockError | None = field(default=None, compare=False)
     """Error for a run with workers on other machines, because something can be sent only by value."""
 
@@ -93,13 +97,12 @@ def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     try:
         from penstock.proto.state.by_value import dump  # imports cloudpickle, which few loaders need
 
-        data = dump((by_value, args, dict(kwargs)))
+        data, of_main = dump((by_value, args, dict(kwargs)))
     except Exception as error:
         words = f"{reference.only_here.message}. Sending it by value to workers of this machine failed too: {error}"
         raise type(reference.only_here)(words) from error
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not reference.main_path and main and os.path.isfile(main):
-        reference = replace(reference, main_path=os.path.abspath(main))
+    if of_main:
+        reference = replace(reference, main_path=main_module()[1], of_main=of_main)
     return reference, encode_state({"by_value": data})
 
 
@@ -126,7 +129,7 @@ def refer(input_fn: Callable[..., Any]) -> CodeReference:
         raise _not_importable(f"{label}, which is defined inside a function")
     if owner is not None and not isinstance(owner, type) and not hasattr(owner, "__spec__"):
         raise _not_importable(f"{label}, a method of an instance of {type(owner).__qualname__}")
-    reference = _of_main(module, qualname) if module in _MAIN_NAMES else CodeReference(f"{module}:{qualname}")
+    reference = _of_main(module, qualname) if module in MAIN_NAMES else CodeReference(f"{module}:{qualname}")
     if RUNNER_VARIABLE not in os.environ:
         _check_found(input_fn, module, qualname)
     return reference
@@ -140,14 +143,10 @@ def _not_importable(what: str) -> InvalidArgumentError:
 
 
 def _of_main(module: str, qualname: str) -> CodeReference:
-    main = sys.modules.get(module)
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name not in _MAIN_NAMES:
-        return CodeReference(f"{spec.name}:{qualname}")
-    path = getattr(main, "__file__", None)
-    if not path or not os.path.isfile(path):
+    name, path = main_module(module)
+    if not name and not path:
         raise _not_importable(f"{qualname!r}, which is defined in a notebook, an interactive session or by python -c")
-    return CodeReference(f"{MAIN}:{qualname}", os.path.abspath(path))
+    return CodeReference(f"{name or MAIN}:{qualname}", path, of_main=qualname)
 
 
 def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> None:
@@ -172,6 +171,37 @@ def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
                 f"{what} of input_fn {name} cannot be sent to a worker: {error.reason}. Build it inside input_fn"
             ) from error
     return encode_state({"args": tuple(args), "kwargs": dict(kwargs)})
+
+
+def main_line() -> int:
+    """Return the line of the training script that its main thread runs; 0 if it runs no script."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals is sys.modules["__main__"].__dict__:
+            return frame.f_lineno or 0
+        frame = frame.f_back
+    return 0
+
+
+def check_guard(reference: CodeReference, lines: Collection[int]) -> None:
+    """Raise InvalidArgumentError if runners load the script and would run one of these lines, at which it starts the
+    training: it is under no `if` with `__name__`."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if not reference.of_main or not path:
+        return
+    try:
+        with open(path, "rb") as file:
+            nodes = [*ast.walk(ast.parse(file.read()))]
+    except (OSError, SyntaxError, ValueError):
+        return  # no longer the script that runs here
+    guards = [node for node in nodes if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
+    for line in sorted(lines):
+        if line and not any(guard.lineno <= line <= (guard.end_lineno or 0) for guard in guards):
+            raise InvalidArgumentError(
+                f"{reference.of_main!r} is defined in {path}, which workers load too, and line {line} of it starts the "
+                "training: put that part, with all that workers do not need, under\n\n"
+                '    if __name__ == "__main__":\n'
+            )
 
 
 def search_path() -> list[str]:

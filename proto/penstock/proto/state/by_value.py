@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import io
-import os
 import pickle
 import sys
 import types
@@ -19,13 +18,15 @@ from typing import Any
 
 import cloudpickle
 
-_MAIN_NAMES = ("__main__", "__mp_main__")
+from penstock.proto.state.main_script import MAIN_NAMES, main_module
+
 _MOST_SEARCHED = 100_000
 """Objects looked at for the way to one that cannot be pickled."""
 
 
-def dump(value: object) -> bytes:
-    """Raises PicklingError, which names the attribute that cannot be pickled, or the function or class that uses it."""
+def dump(value: object) -> tuple[bytes, str]:
+    """Return a pickle, and the function or class for which its reader loads the training script, "" for none. Raises
+    PicklingError, which names the attribute that cannot be pickled, or the function or class that uses it."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -36,7 +37,7 @@ def dump(value: object) -> bytes:
         if way:
             where = f", which {way} is: open or make it in each process, at its first use"
         raise pickle.PicklingError(f"{error}{where}") from error
-    return file.getvalue()
+    return file.getvalue(), pickler.of_main
 
 
 def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
@@ -73,6 +74,8 @@ def _members(holder: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    of_main = ""
+    """Function or class of the training script that was pickled by name."""
     last = ""
     newest: Any = None
     """Object that is pickled at the moment."""
@@ -88,15 +91,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.newest = value
         if isinstance(value, type | types.FunctionType) and not str(value.__module__).startswith("cloudpickle"):
             self.last = value.__qualname__
-        if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:
+        if not isinstance(value, type | types.FunctionType) or value.__module__ not in MAIN_NAMES:
             return None
         module = sys.modules.get("__main__")
         if not _is_named(value, module):
             return None
-        spec = getattr(module, "__spec__", None)
-        if spec is not None and spec.name not in _MAIN_NAMES:  # started by python -m
-            return "module", spec.name, value.__qualname__
-        return ("main", value.__qualname__) if os.path.isfile(getattr(module, "__file__", None) or "") else None
+        name, path = main_module()
+        if name or path:
+            self.of_main = value.__qualname__
+        return ("module", name, value.__qualname__) if name else ("main", value.__qualname__) if path else None
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
@@ -118,7 +121,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _is_importable(value: Any) -> bool:
-    return value.__module__ not in _MAIN_NAMES and _is_named(value, sys.modules.get(value.__module__))
+    return value.__module__ not in MAIN_NAMES and _is_named(value, sys.modules.get(value.__module__))
 
 
 def _is_named(value: Any, module: types.ModuleType | None) -> bool:

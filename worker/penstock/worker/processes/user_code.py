@@ -107,8 +107,6 @@ def unpacked(
             f"input_fn {spec.input_fn!r} came as a pickle, which only an embedded worker accepts: put it into a module"
         )
     sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
-    if spec.main_path:
-        _load_main(spec.main_path)
     from penstock.proto.state.by_value import load  # imports cloudpickle, which few loaders need
 
     given, args, kwargs = load(arguments["by_value"], lambda: _load_main(spec.main_path))
