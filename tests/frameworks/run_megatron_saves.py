@@ -1,4 +1,9 @@
-"""Releases of Megatron-core and NVRx save with Penstock's writer and their own schedulers, and load what it wrote."""
+"""Releases of Megatron-core and NVRx save with Penstock's writer and their own schedulers, and load what it wrote.
+
+The packages have no tests in them, so this does what their repositories' tests of the asynchronous writer do. Left out:
+the texts `Worker failure` and `Invalid Setup!`, because here nothing is forked; the same bytes as `FileSystemWriter`,
+because the zip archives have no checksums of their own; the writer's private parts; `TorchAsyncCheckpoint`, local
+checkpoints and version checks, which use no writer; CUDA, groups of eight ranks, and what needs `megatron.training`."""
 
 from __future__ import annotations
 
