@@ -48,9 +48,9 @@ def test_a_repeated_call_is_the_same_opening(world: FakeCluster) -> None:
 
 def test_single_box_supersedes_its_predecessor(world: FakeCluster) -> None:
     worker = world.worker("w")
-    old = world.open(client_id="old", host_id="host-1")
+    old = world.open(client_id="old", host="host-1")
     assert len(worker.heartbeat().assignments) == 2
-    new = world.open(client_id="new", host_id="host-2")
+    new = world.open(client_id="new", host="host-2")
     assert new.reply.attempt == 2
     assert {assignment.attempt for assignment in worker.heartbeat().assignments} == {2}
     error = old.refused()
@@ -60,7 +60,7 @@ def test_single_box_supersedes_its_predecessor(world: FakeCluster) -> None:
 
 
 def test_held_box_without_key_names_its_holder(world: FakeCluster) -> None:
-    world.open(1, num_boxes=2, client_id="first", host_id="node-7")
+    world.open(1, num_boxes=2, client_id="first", host="node-7")
     world.now += 3
     with pytest.raises(BoxTakenError) as caught:
         world.open(1, num_boxes=2, client_id="second")
@@ -302,7 +302,7 @@ def test_members_of_one_attempt_must_agree(world: FakeCluster) -> None:
         world.open(1, num_boxes=2, num_workers_per_box=3)
     with pytest.raises(InvalidArgumentError, match="has seed 7, the other boxes have 4242"):
         world.open(1, num_boxes=2, has_seed=True, seed=7)
-    with pytest.raises(TopologyError, match="has input_fn m:g, box 0 has m:f"):
+    with pytest.raises(TopologyError, match="has the loader m:g, box 0 has m:f"):
         world.open(1, num_boxes=2, loader=records_pb2.LoaderSpec(input_fn="m:g"))
     with pytest.raises(StateMismatchError, match=r"box 1 .* resumes from a state, box 0 starts anew"):
         world.open(1, num_boxes=2, **resumed(world))

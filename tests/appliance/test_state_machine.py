@@ -264,7 +264,7 @@ def test_snapshots_past_abandoned_step_are_unused(world: FakeCluster) -> None:
 
 
 def test_status_names_straggler_hides_tickets(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
+    box, worker = world.open(loader={"title": "Photos, batch_size=2"}), world.worker("w")
     worker.ready()
     report = worker.slot_report(worker.of(0), pb.READY)
     report.batches_per_s = 12.5
@@ -278,7 +278,7 @@ def test_status_names_straggler_hides_tickets(world: FakeCluster) -> None:
     world.watch(request)
     status = world.status()
     (run,), (node,) = status.runs, status.workers
-    assert (run.run, run.attempt, run.input_fn, run.open) == ("job/0", 1, "m:f", True)
+    assert (run.run, run.attempt, run.input_fn, run.open) == ("job/0", 1, "Photos, batch_size=2", True)
     (shown,) = run.boxes
     assert (shown.step, shown.live, shown.waiting_for, shown.waited_s) == (41, True, "worker w (slot 1)", 1.5)
     assert shown.steps_per_s == pytest.approx(20)

@@ -236,7 +236,9 @@ def test_state_before_the_first_step_is_local() -> None:
     state = loader.state_dict()
     assert {key: value for key, value in state.items() if key != "__penstock__"} == {"start": 0, "done": [0]}
     assert loader.is_restartable
-    with pytest.raises(NotRestartableError, match=r"shuffled returned has no state_dict.*Appliance\(replay=True\)"):
+    with pytest.raises(
+        NotRestartableError, match=r"the loader of \S+shuffled has no state_dict.*Appliance\(replay=True\)"
+    ):
         DataLoader(streams.shuffled).state_dict()
     assert not DataLoader(streams.shuffled).is_restartable
     assert DataLoader(streams.counter).state_dict().keys() == {"__penstock__"}

@@ -325,7 +325,7 @@ def test_batches_beyond_len_are_dropped_with_the_epoch(
 def test_a_len_that_raises_is_none(workers: Appliance) -> None:
     """In this process before the run, and in a worker."""
     loader = DataLoader(lengths.raising)
-    why = r"lengths:raising returned has no len\(\) \(it raised ValueError: the manifest\nhas no row count\): add"
+    why = r"the loader of lengths:raising has no len\(\) \(it raised ValueError: the manifest\nhas no row count\): add"
     with pytest.raises(TypeError, match=why):
         len(loader)
     executor = DataExecutor(loader, appliance=workers)

@@ -20,8 +20,9 @@ from penstock.client.states.code_reference import CodeReference, ship
 from penstock.proto.errors import InputFnNotAllowedError, InvalidArgumentError, UnsupportedStateError
 from penstock.proto.state.by_value import dump, load
 from penstock.proto.state.codec import decode_state
+from penstock.proto.state.loader_names import BY_VALUE
 from penstock.proto.v1 import records_pb2
-from penstock.worker.processes.user_code import BY_VALUE, load_input_fn, unpacked
+from penstock.worker.processes.user_code import load_input_fn, unpacked
 
 
 @pytest.fixture(autouse=True)

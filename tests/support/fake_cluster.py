@@ -114,7 +114,9 @@ class FakeCluster:
         retention = fields.pop("retention", 100)
         credential = str(fields.pop("credential", ""))
         skip_poison = bool(fields.pop("skip_poison", False))
-        request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a")
+        request = pb.OpenRunRequest(
+            job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a", host="host-a"
+        )
         request.client_id = f"client-{box}"
         request.loader.input_fn = "m:f"
         request.loader.options.retention_steps = int(str(retention))

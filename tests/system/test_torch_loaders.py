@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import TensorDataset, get_worker_info
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.states.saved_state import read
 from penstock.client.testing import FakeAppliance
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import InputFnError, InvalidArgumentError
 
 NUMBERS = TensorDataset(torch.arange(10), torch.arange(10.0))
 
@@ -93,6 +94,23 @@ def test_a_generator_gives_the_seed() -> None:
         return epoch(DataLoader(TorchLoader(NUMBERS, 10, shuffle=True, generator=generator)), seed=of_run)
 
     assert order(5, of_run=1) == order(5, of_run=2) != order(6, of_run=1)
+
+
+class Photos(Texts):
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        raise ValueError(f"photo {number} is black")
+
+
+def test_people_read_the_name_of_the_dataset() -> None:
+    loader = DataLoader(Photos(), batch_size=2, shuffle=True)
+    assert repr(loader) == "<DataLoader of Photos, batch_size=2, shuffled, step 0>"
+    with (
+        here(),
+        pytest.raises(InputFnError, match=r"^Photos, batch_size=2, shuffled \(box 0, slot 0\): batch \d raised"),
+    ):
+        next(iter(loader))
+    assert read(DataLoader(Texts(), batch_size=2).state_dict()).label == "Texts, batch_size=2"
+    assert repr(DataLoader(lambda: [1])).startswith("<DataLoader of test_people_read_the_name_of_the_dataset.<locals>")
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ class InProcessRun(StreamRun):
                 box.label_epoch(epoch, label)
 
     def _slot(self, box: int, slot: int, start: BoxStart) -> InProcessSlot:
+        reference = self._opening.reference
         assignment = records_pb2.WorkerAssignment(
             run=self.name,
             attempt=self.attempt,
@@ -164,7 +165,7 @@ class InProcessRun(StreamRun):
             num_boxes=self.num_boxes,
             num_workers_per_box=self.num_slots,
             seed=self.seed,
-            loader=records_pb2.LoaderSpec(input_fn=self._opening.reference.name, options=self._options),
+            loader=records_pb2.LoaderSpec(input_fn=reference.name, title=reference.title, options=self._options),
             start=start.position,
         )
         if start.blob:

@@ -35,9 +35,9 @@ _INPUT_FN = (
 
 def taken_over(
     thing: Any, *args: Any, **kwargs: Any
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool]:
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, str]:
     """Return the input_fn that replaces a torch DataLoader, or that of a dataset and torch's arguments, its own
-    arguments, and whether its states are restored by replay, because it has no state methods.
+    arguments, whether its states are restored by replay, because it has no state methods, and its name for people.
 
     Raises InvalidArgumentError if Penstock cannot reproduce the order, and the errors of torch's DataLoader."""
     loader = thing if isinstance(thing, TorchLoader) else _loader_of(thing, args, kwargs)
@@ -48,10 +48,11 @@ def taken_over(
         "collate_fn": None if of_torch else loader.collate_fn,
         "worker_init_fn": loader.worker_init_fn,
     }
+    title = f"{type(dataset).__name__}, batch_size={loader.batch_size}"
     if not getattr(loader, "in_order", True):
         raise _refused("in_order", False, "batches always come in order, so that a position is exact. Leave it out")
     if isinstance(dataset, IterableDataset):
-        return stream_batches, (dataset,), {**arguments, "drop_last": loader.drop_last}, True
+        return stream_batches, (dataset,), {**arguments, "drop_last": loader.drop_last}, True, title
     # torch makes a BatchSampler of its own from batch_size, and sets batch_size to None if the user passed one
     if batches is not None and (loader.batch_size is None or type(batches) is not BatchSampler):
         raise _refused("batch_sampler", batches, _INPUT_FN)
@@ -72,7 +73,7 @@ def taken_over(
         "tail": "drop" if loader.drop_last else "emit",
         "num_samples": num_samples,
     }
-    return read_batches, (dataset,), arguments, False
+    return read_batches, (dataset,), arguments, False, f"{title}, shuffled" if shuffle else title
 
 
 def _loader_of(dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchLoader[Any]:

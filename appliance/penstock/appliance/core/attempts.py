@@ -104,7 +104,7 @@ class Attempts:
     def _next_attempt(self, name: str, run: Run | None, client: str, request: pb.OpenRunRequest, now: float) -> Attempt:
         cluster = self._cluster
         seed = opening.seed_of(run, request, self._fresh_seed)
-        opener = f"box {request.box}, client {shown(client)} on host {request.host_id or '?'}"
+        opener = f"box {request.box}, client {shown(client)} on host {request.host or '?'}"
         if run is None:
             run = cluster.runs[name] = Run(name, seed, 0, 0, 0, 0)
         if opening.resumes(request):
@@ -153,7 +153,7 @@ class Attempts:
         cluster.save_box(attempt, box)
         cluster.save_holder(attempt, box)
         cluster.bump_box(attempt, box)
-        where = f"in attempt {attempt.number}, from host {request.host_id or '?'}"
+        where = f"in attempt {attempt.number}, from host {request.host or '?'}"
         text = f"box {box.number} of {attempt.topology} is {where}"
         cluster.events.add("box opened", text, run=attempt.run, attempt=attempt.number, box=box.number)
 

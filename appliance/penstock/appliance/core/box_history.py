@@ -30,7 +30,7 @@ def history_of(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex | None 
     reports = box.presence is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
     settled = (box.reported and (reports or box.presence is BoxPresence.CLOSED)) or box.settled
     history = pb.History(attempt=attempt.number, opening=box.opening, settled=settled)
-    for name in ("attempt_key", "host_id"):
+    for name in ("attempt_key", "host_id", "host"):
         history.opening.ClearField(name)
     history.opening.has_seed, history.opening.seed = True, attempt.seed
     history.opening.start.CopyFrom(box.start.to_proto())

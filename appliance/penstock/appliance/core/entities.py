@@ -356,7 +356,7 @@ class Box:
         return position.epoch > self.start.epoch and not any(position.delivered)
 
     def who(self) -> str:
-        return f"client {shown(self.client)} on host {self.opening.host_id or '?'}"
+        return f"client {shown(self.client)} on host {self.opening.host or '?'}"
 
 
 @dataclass

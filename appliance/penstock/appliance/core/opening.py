@@ -25,6 +25,7 @@ from penstock.proto.errors import (
     SupersededError,
     TopologyError,
 )
+from penstock.proto.state.loader_names import name_of
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.units import topology
@@ -220,10 +221,10 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> Attempt:
     if request.has_seed and request.seed != attempt.seed:
         raise InvalidArgumentError(f"{where} has seed {request.seed}, the other boxes have {attempt.seed}")
     for other in list(attempt.boxes.values())[:1]:  # it has the same loaders as all others
-        running, asked_for = other.opening.loader.input_fn, request.loader.input_fn
-        if running != asked_for:
+        if other.opening.loader.input_fn != request.loader.input_fn:
             raise TopologyError(
-                f"{where} has input_fn {asked_for}, box {other.number} has {running}: make the same loaders in order"
+                f"{where} has the loader {name_of(request.loader)}, box {other.number} has "
+                f"{name_of(other.opening.loader)}: make the same loaders in order"
             )
         if resumes(other.opening) != resumes(request):
             says = ["starts anew", "resumes from a state"]

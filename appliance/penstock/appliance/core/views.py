@@ -18,6 +18,7 @@ from penstock.appliance.core.state_query import SlotStateRequest
 from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.rpc.version import PROTOCOL, VERSION
 from penstock.proto.state.epoch_labels import label_of, to_messages
+from penstock.proto.state.loader_names import name_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -264,7 +265,7 @@ def _fill_run(
 ) -> Iterator[None]:
     going: list[Box] = []
     for _, box in sorted(attempt.boxes.items()):
-        status.input_fn = box.opening.loader.input_fn
+        status.input_fn = name_of(box.opening.loader)
         box_status = _box_status(cluster, box, now)
         status.boxes.append(box_status)
         status.recoveries += sum(slot.restarts for slot in box_status.slots)

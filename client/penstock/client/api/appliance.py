@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import secrets
+import socket
 import threading
 import time
 import weakref
@@ -222,7 +223,7 @@ class Appliance:
             return self._open_here(owner, opening)
         settings, run = self.settings, self._open_run(owner, opening)
         position = Position.received(opening.start.position)
-        return run, reader_for(settings.device, run, position, opening.reference.name, settings.timeout_s)
+        return run, reader_for(settings.device, run, position, opening.reference.label, settings.timeout_s)
 
     def _open_here(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
         # imported here, because it imports the worker's code
@@ -240,7 +241,7 @@ class Appliance:
         options = self._spec(replace(opening, arguments=b"")).options
         topology = settings.box, settings.num_boxes, settings.slots_per_box
         run = InProcessRun(f"{self.job}/{ordinal}", *topology, options, opening, seed, self._forget)
-        reader = InProcessReader(run, opening.reference.name, settings.device, settings.timeout_s, self._faults)
+        reader = InProcessReader(run, opening.reference.label, settings.device, settings.timeout_s, self._faults)
         with self._lock:
             self._runs.append(run)
         return run, reader
@@ -290,6 +291,7 @@ class Appliance:
             num_boxes=settings.num_boxes,
             num_workers_per_box=settings.slots_per_box,
             host_id=link.host,
+            host=socket.gethostname(),
             loader=self._spec(opening),
             start=start.position,
             lane_protocol=LANE_PROTOCOL,
@@ -344,7 +346,7 @@ class Appliance:
     def _spec(self, opening: Opening) -> records_pb2.LoaderSpec:
         settings = self.settings
         reference, cover = opening.reference, opening.cover
-        spec = records_pb2.LoaderSpec(input_fn=reference.name, arguments=opening.arguments)
+        spec = records_pb2.LoaderSpec(input_fn=reference.name, title=reference.title, arguments=opening.arguments)
         spec.options.max_batch_bytes = settings.max_batch_bytes
         spec.options.full_digest, spec.options.row_digest = cover == DigestCover.FULL, cover == DigestCover.ROWS
         spec.options.strict_structure = settings.strict_structure

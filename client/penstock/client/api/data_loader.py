@@ -78,21 +78,22 @@ class DataLoader:
     def __init__(
         self, input_fn: Callable[..., Any] | Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any
     ) -> None:
-        replay = False
+        replay, title = False, ""
         if isinstance(input_fn, Dataset) or not callable(input_fn):
             from penstock.client.torch_loaders import taken_over  # imported here, because it imports the data sources
 
-            input_fn, args, kwargs, replay = taken_over(input_fn, *args, **kwargs)
+            input_fn, args, kwargs, replay, title = taken_over(input_fn, *args, **kwargs)
         else:
             check_arguments(input_fn, args, kwargs)
             args, kwargs = copied(input_fn, args, kwargs)
         reference, arguments = ship(input_fn, args, kwargs)
-        self.name = reference.name
-        """Name of input_fn, "module:qualname"."""
+        reference = replace(reference, title=title)
+        self.name = reference.label
+        """Name for people: "module:function", or that of a dataset, "ImageFolder, batch_size=64, shuffled"."""
         self.id = next(_ids)
         """Number that identifies the loader in this process, from 1."""
         check_strict(input_fn)
-        self._local = LocalLoader(self.name, input_fn, args, kwargs)
+        self._local = LocalLoader(reference, input_fn, args, kwargs)
         self.stream = LoaderStream(reference, arguments, self._local, replay=replay)
         self._given: Any = None
         self._cached: tuple[int, Any] | None = None
@@ -252,7 +253,8 @@ class DataLoader:
         methods = self._local.methods("the state before the first step")
         self._require_methods(methods, self.stream.replays(settings))
         seed = session.run.seed if session is not None else self.stream.seed_to_come(settings)
-        saved = SavedState(0, self.name, methods, 0, 0, seed)
+        reference = self.stream.reference
+        saved = SavedState(0, reference.name, methods, 0, 0, seed, title=reference.title)
         if methods == 4:
             saved.aggregated = self._local.initial_state(seed)
         return saved.to_dict()
@@ -260,7 +262,7 @@ class DataLoader:
     def _require_methods(self, methods: int, replay: bool) -> None:
         if methods == 0 and not replay:
             raise NotRestartableError(
-                f"the loader that {self.name} returned has no state_dict and load_state_dict, so it cannot be saved: "
+                f"the loader of {self.name} has no state_dict and load_state_dict, so it cannot be saved: "
                 "add them, use a StatefulDataLoader or a loader of penstock.data, or pass Appliance(replay=True)"
             )
 
@@ -301,7 +303,9 @@ class DataLoader:
     def _saved(self, session: Session, step: int) -> SavedState:
         fetched, methods = self._fetch(session, step)
         run = session.run
-        saved, users = saved_of(fetched, step, self.name, methods, run.seed, full_digest=run.cover == DigestCover.FULL)
+        reference, full_digest = self.stream.reference, run.cover == DigestCover.FULL
+        saved, users = saved_of(fetched, step, reference.name, methods, run.seed, full_digest=full_digest)
+        saved.title = reference.title
         if methods == 4 and self._local.can_be_built:
             saved.aggregated = self._local.aggregate(users)
         elif methods == 4:
@@ -349,7 +353,7 @@ class DataLoader:
         saved = self._made_by_hand(sd) or read(sd)
         if not self.stream.reference.same_as(saved.input_fn):
             raise StateMismatchError(
-                f"the state must be one of the loader {self.name}, got one of the loader {saved.input_fn}"
+                f"the state must be one of the loader {self.name}, got one of the loader {saved.label}"
             )
         return saved
 
@@ -365,7 +369,7 @@ class DataLoader:
             "decides where it resumes, from step 1, with a new seed unless Appliance(seed=) is passed",
             self.name,
         )
-        return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)
+        return SavedState(0, self.stream.reference.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)
 
     def close(self) -> None:
         """Close the run and free its workers. The next executor starts from the loaded state, or from the beginning."""

@@ -29,7 +29,7 @@ from penstock.proto.state.position import Position
 
 class LoaderStream:
     def __init__(self, reference: CodeReference, arguments: bytes, local: LocalLoader, *, replay: bool) -> None:
-        self.name, self.reference = reference.name, reference
+        self.name, self.reference = reference.label, reference
         self._arguments, self._local = arguments, local
         self._replay = replay
         self.session: Session | None = None

@@ -25,12 +25,9 @@ from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError, PenstockError, UnsupportedStateError
 from penstock.proto.state.codec import encode_state
+from penstock.proto.state.loader_names import BY_VALUE, MAIN, loader_name
 from penstock.proto.state.main_script import MAIN_NAMES, main_module
 
-MAIN = "penstock_main"
-"""Module name of a training script that was run as a file, so that its `if __name__ == "__main__"` is false."""
-BY_VALUE = "penstock_by_value"
-"""In place of the module in the reference to a callable that no other process can import."""
 RUNNER_VARIABLE = "PENSTOCK_RUNNER"
 """Environment variable that a worker sets in every process that runs user code."""
 
@@ -45,6 +42,12 @@ class CodeReference:
     """Function or class of the training script for which runners load it, as MAIN or by its own name."""
     only_here: PenstockError | None = field(default=None, compare=False)
     """Error for a run with workers on other machines, because something can be sent only by value."""
+    title: str = field(default="", compare=False)
+    """Name for people of what has no function of the user's: a dataset."""
+
+    @property
+    def label(self) -> str:
+        return loader_name(self.name, self.title)
 
     def same_as(self, name: str) -> bool:
         """Compare names. Modules may differ if one is MAIN or BY_VALUE: a script run as a file has no module name."""

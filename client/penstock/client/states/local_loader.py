@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils import data as torch_data
 
+from penstock.client.states.code_reference import CodeReference
 from penstock.proto.errors import InputFnError, NotRestartableError
 from penstock.proto.state.assignment import NEUTRAL, Assignment, assigned
 from penstock.proto.state.generators import capture_rng, restore_rng
@@ -23,8 +24,10 @@ class LocalLoader:
     """Holder of the loader that input_fn returns. Methods that depend on the seed or an assignment build others.
     `purpose`: why it is needed, for errors."""
 
-    def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._name = name
+    def __init__(
+        self, reference: CodeReference, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._reference, self._name = reference, reference.label
         self.input_fn = input_fn
         self.arguments = args, kwargs
         self._instance: Any = None
@@ -84,7 +87,7 @@ class LocalLoader:
 
     def config(self, seed: int) -> dict[str, Any]:
         own = getattr(self._of_seed(seed, "config()"), "config", None)
-        return {"input_fn": self._name, "loader": own() if callable(own) else None}
+        return {"input_fn": self._reference.name, "loader": own() if callable(own) else None}
 
     def can_restore_sample(self, seed: int) -> bool:
         loader = self._of_seed(seed, "can_restore_sample()")
@@ -94,7 +97,7 @@ class LocalLoader:
     def restore_sample(self, seed: int, key: Any) -> Any:
         if not self.can_restore_sample(seed):
             raise NotRestartableError(
-                f"the loader that {self._name} returned has no restore_sample(key), or its can_restore_sample() is "
+                f"the loader of {self._name} has no restore_sample(key), or its can_restore_sample() is "
                 "False: use a loader of penstock.data with keys="
             )
         with _undisturbed():
@@ -136,7 +139,7 @@ class LocalLoader:
 def no_length(name: str, raised: str) -> str:
     """Return the text of an error. `raised`: what its len() raised; "": it has none."""
     why = f" (it raised {raised})" if raised else ""
-    return f"the loader that {name} returned has no len(){why}: add a __len__ to the loader, or pass num_steps"
+    return f"the loader of {name} has no len(){why}: add a __len__ to the loader, or pass num_steps"
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from penstock.proto.batch.digest import MASK, DigestCover
 from penstock.proto.errors import PenstockError, StateCorruptError, StateMismatchError, StateVersionError
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.counts import COUNTS, Rows, counts_part
+from penstock.proto.state.loader_names import loader_name
 from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
@@ -124,6 +125,12 @@ class SavedState:
     """The user or another system made the state, so that only the loader's own methods can read it."""
     is_changed: bool = False
     """The user's part was changed: digests after the resume are not compared with the saved run's."""
+    title: str = ""
+    """See CodeReference.title."""
+
+    @property
+    def label(self) -> str:
+        return loader_name(self.input_fn, self.title)
 
     def counts_of(self, box: int, num_boxes: int) -> Rows:
         """Return the sample counts from which `box` continues after a resume on `num_boxes` boxes."""
@@ -140,6 +147,8 @@ class SavedState:
         }
         if self.is_pure:
             record["pure"] = True
+        if self.title:
+            record["title"] = self.title
         if self.methods == 4:
             record["aggregated"] = self.aggregated
         envelope = encode_state(record)
@@ -150,7 +159,7 @@ class SavedState:
             return {STATE: self.aggregated, **own_part}
         if KEY in self.aggregated:
             raise StateMismatchError(
-                f"aggregate_state_dict of {self.input_fn} must return a dict without the key {KEY!r}: rename it"
+                f"aggregate_state_dict of {self.label} must return a dict without the key {KEY!r}: rename it"
             )
         return {**self.aggregated, **own_part}
 
@@ -233,7 +242,7 @@ class SavedState:
         """Return this state without parts: deaggregate_state_dict divides the aggregated one on the new topology."""
         if self.methods != 4 and self._next_epoch is None:
             raise StateMismatchError(
-                f"the state of {self.input_fn} at step {self.step} was saved on {self.num_boxes} boxes with "
+                f"the state of {self.label} at step {self.step} was saved on {self.num_boxes} boxes with "
                 f"{self.num_workers_per_box} workers each and cannot be resumed on {num_boxes} with "
                 f"{num_workers_per_box}, because its loader has no aggregate_state_dict and deaggregate_state_dict"
             )
@@ -334,6 +343,7 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
         full_digest=bool(record["full_digest"]),
         parts=[WorkerPart(**part) for part in record["parts"]],
         is_pure=record.get("pure") is True,
+        title=str(record.get("title", "")),
     )
     if saved.positions:
         # The counts are compared before anything is computed from them, because the record's numbers may be wrong.

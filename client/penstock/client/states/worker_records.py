@@ -66,7 +66,7 @@ def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
     owners = {(part.box, launch["worker"]) for part, launch in zip(saved.parts, launches, strict=True)}
     if len(owners) < len(values):
         raise StateUnavailableError(
-            f"the state of {saved.input_fn} at step {saved.step} is not available: when the launch resumed, its next "
+            f"the state of {saved.label} at step {saved.step} is not available: when the launch resumed, its next "
             "batches did not show which slot is which worker. Resume from a step that the number of workers divides"
         )
     users = [None] * len(values)

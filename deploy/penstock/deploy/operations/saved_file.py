@@ -66,7 +66,7 @@ def read_state(path: Path, input_fn: str | None) -> SavedState:
     states = read_states(path)
     fits = [found.saved for found in states if input_fn in (None, found.saved.input_fn)]
     if len(fits) != 1:
-        have = ", ".join(f"{found.name} of {found.saved.input_fn}" for found in states)
+        have = ", ".join(f"{found.name} of {found.saved.label}" for found in states)
         raise StateMismatchError(
             f"{path} must have one state of {input_fn or 'a loader'}, got {len(fits)} ({have}). Save the right one in "
             "a file by itself"

@@ -166,7 +166,7 @@ def _file_tables(found: FoundState) -> list[Table]:
     about = Table(
         f"State at step {saved.step}: {found.name}",
         ("what", "found"),
-        [("input_fn", saved.input_fn), ("topology", size), ("seed", "" if saved.seed is None else str(saved.seed))],
+        [("loader", saved.label), ("topology", size), ("seed", "" if saved.seed is None else str(saved.seed))],
         note="" if rows is not None else "No counts: the loader was made without counts= (docs/counts.md).",
     )
     return [about, *([] if rows is None else count_tables(rows))]

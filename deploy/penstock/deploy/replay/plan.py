@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from penstock.client.states.saved_state import SavedState
 from penstock.proto.errors import StateMismatchError, StateUnavailableError
+from penstock.proto.state.loader_names import name_of
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -101,7 +102,7 @@ def _position_in(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> P
     other numbers of boxes and workers, it is valid only there: the attempt was resumed from it."""
     if saved.input_fn != opening.loader.input_fn:
         raise StateMismatchError(
-            f"the checkpoint must be of the run's input_fn, {opening.loader.input_fn}, got one of {saved.input_fn}"
+            f"the checkpoint must be of the run's loader, {name_of(opening.loader)}, got one of {saved.label}"
         )
     if not saved.positions:
         return None

@@ -28,13 +28,13 @@ from penstock.proto.errors import (
     UnknownRunError,
 )
 from penstock.proto.state.allowed_modules import module_of, under
+from penstock.proto.state.loader_names import MAIN, loader_name, name_of
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.progress import Progress
 from penstock.runtime.telemetry.units import seconds
 from penstock.worker.processes.control_channel import ControlMessage
-from penstock.worker.processes.user_code import MAIN
 
 if TYPE_CHECKING:
     from penstock.client.states.saved_state import SavedState
@@ -131,7 +131,7 @@ def _check_allowed(request: ReplayRequest, input_fn: str) -> None:
     if module == MAIN:
         if request.script is None:
             raise InputFnNotFoundError(
-                f"--script must be given, because input_fn {input_fn!r} is defined in the main script of its "
+                f"--script must be given, because input_fn {loader_name(input_fn)!r} is defined in the main script of its "
                 'job. The script is imported without running what is under `if __name__ == "__main__":`'
             )
     elif not under(module, request.allow):
@@ -158,7 +158,7 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
     opening.box, opening.num_boxes = request.box, saved.num_boxes
     opening.num_workers_per_box = saved.num_workers_per_box
     opening.has_seed, opening.seed = True, saved.seed or 0
-    opening.loader.input_fn = saved.input_fn
+    opening.loader.input_fn, opening.loader.title = saved.input_fn, saved.title
     opening.loader.options.full_digest, opening.loader.options.row_digest = saved.full_digest, saved.by_rows
     opening.start.CopyFrom(saved.positions[request.box].to_proto())
     return history
@@ -177,7 +177,7 @@ def _loader(request: ReplayRequest, history: pb.History, client: CoordinatorClie
     if client is not None and (request.args is None or request.kwargs is None):
         remedy = "Pass both --args and --kwargs"
         blob = opened.arguments_blob
-        data = _stored(client, blob, f"the arguments of {opened.input_fn}", remedy) if blob else opened.arguments
+        data = _stored(client, blob, f"the arguments of {name_of(opened)}", remedy) if blob else opened.arguments
         arguments = decode_state(data) if data else arguments
     if request.args is not None:
         arguments["args"] = tuple(json_option("--args", request.args, list))
@@ -260,7 +260,7 @@ class _BatchReplay:
             "slot": slot,
             "worker_step": reached.total[slot],
             "epoch": reached.epoch,
-            "input_fn": opening.loader.input_fn,
+            "input_fn": name_of(opening.loader),
             "seed": opening.seed,
             "num_boxes": opening.num_boxes,
             "num_workers_per_box": opening.num_workers_per_box,
@@ -332,7 +332,7 @@ class _BatchReplay:
             raise ReplayMismatchError(
                 f"the stream digest of the replayed steps {first} to {check.step} of box {self._request.box} must "
                 f"equal that of the delivered batches, {check.chain or 0:016x}, got {stream.chain() or 0:016x}. The "
-                f"data or the code has changed, or {self._history.opening.loader.input_fn} is not deterministic: run "
+                f"data or the code has changed, or {name_of(self._history.opening.loader)} is not deterministic: run "
                 "`penstock doctor`"
             )
         return True, f"verified by the stream digest of steps {first} to {check.step}"

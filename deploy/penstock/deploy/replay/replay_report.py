@@ -31,7 +31,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         f"Step {found['step']} of box {found['box']}{of_run}",
         ("what", "found"),
         [
-            ("input_fn", found["input_fn"]),
+            ("loader", found["input_fn"]),
             ("worker", f"slot {found['slot']} of {found['num_workers_per_box']}, its batch {found['worker_step']}"),
             ("epoch", str(found["epoch"])),
             ("digest", found["digest"]),

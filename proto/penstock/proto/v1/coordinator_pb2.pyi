@@ -143,6 +143,7 @@ class OpenRunRequest(_message.Message):
     RESTART_FIELD_NUMBER: _builtins.int
     PROCESS_AGE_S_FIELD_NUMBER: _builtins.int
     LANE_PROTOCOL_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Penstock's version, for messages"""
     job: _builtins.str
@@ -173,6 +174,10 @@ class OpenRunRequest(_message.Message):
     of this launch; while that is not known, the call is refused (ALREADY_EXISTS) and
     is to be repeated. 0: not known; all live boxes count as such
     version of lane.proto that the training job speaks: only workers of the same one get
+    """
+    host: _builtins.str
+    """its slots. 0 = 8, the last one that was not named here
+    name of the host, for people; "" = unknown
     """
     @_builtins.property
     def loader(self) -> _records_pb2.LoaderSpec: ...
@@ -206,10 +211,11 @@ class OpenRunRequest(_message.Message):
         restart: _records_pb2.Restart | None = ...,
         process_age_s: _builtins.float = ...,
         lane_protocol: _builtins.int = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loader", b"loader", "restart", b"restart", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_key", b"attempt_key", "box", b"box", "client_id", b"client_id", "has_seed", b"has_seed", "host_id", b"host_id", "job", b"job", "lane_protocol", b"lane_protocol", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "ordinal", b"ordinal", "process_age_s", b"process_age_s", "restart", b"restart", "resume", b"resume", "seed", b"seed", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_key", b"attempt_key", "box", b"box", "client_id", b"client_id", "has_seed", b"has_seed", "host", b"host", "host_id", b"host_id", "job", b"job", "lane_protocol", b"lane_protocol", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "ordinal", b"ordinal", "process_age_s", b"process_age_s", "restart", b"restart", "resume", b"resume", "seed", b"seed", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1935,6 +1941,7 @@ class RunStatus(_message.Message):
     run: _builtins.str
     attempt: _builtins.int
     input_fn: _builtins.str
+    """name of its loader for people: its title, or "module:qualname" """
     num_boxes: _builtins.int
     num_workers_per_box: _builtins.int
     open: _builtins.bool
@@ -2697,7 +2704,7 @@ class History(_message.Message):
     """complete: the box took no other steps, except those since its last report"""
     @_builtins.property
     def opening(self) -> Global___OpenRunRequest:
-        """with the attempt's seed, without client_id, attempt_key and host_id"""
+        """with the attempt's seed, without client_id, attempt_key, host_id and host"""
 
     @_builtins.property
     def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbandonedEpoch]: ...

@@ -231,6 +231,7 @@ class LoaderSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INPUT_FN_FIELD_NUMBER: _builtins.int
+    TITLE_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     MAIN_PATH_FIELD_NUMBER: _builtins.int
     SYS_PATH_FIELD_NUMBER: _builtins.int
@@ -239,10 +240,12 @@ class LoaderSpec(_message.Message):
     ARGUMENTS_BLOB_FIELD_NUMBER: _builtins.int
     input_fn: _builtins.str
     """"module:qualname"; module "penstock_main" is the main script at main_path, and"""
-    arguments: _builtins.bytes
+    title: _builtins.str
     """"penstock_by_value" stands for a function in the pickle
-    envelope of {"args": tuple, "kwargs": dict}; embedded only: of {"by_value": pickle}
+    name for people, such as "ImageFolder, batch_size=64, shuffled"; "": by input_fn
     """
+    arguments: _builtins.bytes
+    """envelope of {"args": tuple, "kwargs": dict}; embedded only: of {"by_value": pickle}"""
     main_path: _builtins.str
     """embedded only: the training script, loaded in runners under the name penstock_main"""
     arguments_blob: _builtins.str
@@ -263,6 +266,7 @@ class LoaderSpec(_message.Message):
         self,
         *,
         input_fn: _builtins.str = ...,
+        title: _builtins.str = ...,
         arguments: _builtins.bytes = ...,
         main_path: _builtins.str = ...,
         sys_path: _abc.Iterable[_builtins.str] | None = ...,
@@ -272,7 +276,7 @@ class LoaderSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "arguments", b"arguments", "arguments_blob", b"arguments_blob", "input_fn", b"input_fn", "main_path", b"main_path", "options", b"options", "sys_path", b"sys_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "arguments", b"arguments", "arguments_blob", b"arguments_blob", "input_fn", b"input_fn", "main_path", b"main_path", "options", b"options", "sys_path", b"sys_path", "title", b"title"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ RUNS: Columns[RunView] = {
     "state": lambda run: run.state,
     "boxes>": lambda run: str(run.num_boxes),
     "workers a box>": lambda run: str(run.num_workers_per_box),
-    "input_fn": lambda run: run.input_fn or "",
+    "loader": lambda run: run.input_fn or "",
     "bottleneck": lambda run: run.finding.title,
     "finding": lambda run: run.finding.text,
 }

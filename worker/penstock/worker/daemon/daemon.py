@@ -23,6 +23,7 @@ from penstock.proto.rpc.bounds.polling import HOLD_S, MOST, PollPace, intervals,
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, detail_of, host_id
 from penstock.proto.rpc.credentials.tickets import check_ticket
+from penstock.proto.state.loader_names import BY_VALUE, MAIN
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import LivenessWriter
 from penstock.worker.daemon.heartbeats import fitted
@@ -33,7 +34,7 @@ from penstock.worker.processes.fork_servers import KeptForkServer, TemporaryFold
 from penstock.worker.processes.interpreters import StartedForkServer
 from penstock.worker.processes.process_use import cores
 from penstock.worker.processes.turn_queue import TurnQueue
-from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
+from penstock.worker.processes.user_code import check_allowed, check_plain
 from penstock.worker.slots.blobs import Blobs
 from penstock.worker.slots.slot import Slot
 from penstock.worker.slots.slot_record import (

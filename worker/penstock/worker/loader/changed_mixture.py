@@ -9,8 +9,9 @@ from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError, PenstockError
 from penstock.proto.state.allowed_modules import module_of
+from penstock.proto.state.loader_names import MAIN
 from penstock.proto.v1 import coordinator_pb2, records_pb2
-from penstock.worker.processes.user_code import MAIN, check_allowed, load_input_fn
+from penstock.worker.processes.user_code import check_allowed, load_input_fn
 
 _NO_HOOK = (
     "input_fn must return a ShardLoader over a Mixture, {}, got a {}. Return the ShardLoader itself, not a wrapper"

@@ -44,6 +44,7 @@ from penstock.proto.state.counts import Group, Tally
 from penstock.proto.state.epoch_labels import label_of, labels_in
 from penstock.proto.state.found_generators import plain_numbers
 from penstock.proto.state.generators import derive_seed, seed_rng
+from penstock.proto.state.loader_names import name_of
 from penstock.proto.state.position import linked
 from penstock.proto.state.restartable import (
     DataLoaderCheckpoint,
@@ -162,7 +163,7 @@ class SlotLoader:
     @property
     def name(self) -> str:
         a = self.assignment
-        return f"{a.loader.input_fn} (box {a.box}, slot {a.slot})"
+        return f"{name_of(a.loader)} (box {a.box}, slot {a.slot})"
 
     @property
     def worker(self) -> int:

@@ -13,14 +13,12 @@ from typing import Any
 
 from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError
 from penstock.proto.state.allowed_modules import module_of, under
+from penstock.proto.state.loader_names import BY_VALUE, MAIN
 from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.control_channel import describe
 from penstock.worker.processes.interpreters import working_directory
 
-MAIN = "penstock_main"
-BY_VALUE = "penstock_by_value"
-"""Module name in `input_fn` of a callable that is sent as a pickle with its arguments."""
 ANOTHER_VERSION = "Install the same version of the module on the worker as in the training job"
 UNDER_GUARD = (
     'Define it above `if __name__ == "__main__":`, because workers import the script without the code under that line'

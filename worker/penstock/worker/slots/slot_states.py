@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from penstock.proto.errors import DeadlineError, NotRestartableError, PenstockError, StateUnavailableError
 from penstock.proto.rpc.channel import detail_of, error_of
 from penstock.proto.state.envelope import with_bytes
+from penstock.proto.state.loader_names import name_of
 from penstock.proto.state.position import link_between
 from penstock.proto.state.restartable import is_pure, is_vouched
 from penstock.proto.v1 import coordinator_pb2
@@ -273,7 +274,7 @@ class SlotStates:
         return digests
 
     def _require_saving(self) -> None:
-        where = f"{self._slot.assignment.loader.input_fn} ({self._slot.name})"
+        where = f"{name_of(self._slot.assignment.loader)} ({self._slot.name})"
         if self._slot.capabilities.not_restartable:
             raise NotRestartableError(f"{where} cannot be saved: {self._slot.capabilities.not_restartable}")
         if not self._slot.is_savable:
