@@ -66,6 +66,8 @@ def test_status_of_a_run(running: Running) -> None:
     slots = [(slot["slot"], slot["worker"], slot["phase"], slot["error"]) for slot in box["slots"]]
     assert slots == [(0, "w1", "READY", None), (1, "w1", "READY", None)]
     assert "ticket" not in json.dumps(found)
+    assert [run["run"] for run in running.json("status", "job")["runs"]] == ["job/0"]
+    assert running.shell.call("status", "other").returncode == 18
     opened = [event["text"] for event in found["events"] if event["kind"] == "box opened"]
     assert opened == [f"box 0 of 1 box x 2 workers is in attempt 1, from host {socket.gethostname()}"]
     assert (worker["worker"], worker["slots"], worker["slots_used"], worker["live"]) == ("w1", 4, 2, True)

@@ -6,11 +6,13 @@ import io
 import json
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from penstock.appliance.server.dashboard import dashboard
 from penstock.deploy.operations.show_status import tables
 from penstock.deploy.operations.watch_status import Screen
+from penstock.proto.errors import UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.cluster_view import as_dict, end_record, view
 
@@ -100,6 +102,21 @@ def test_live_runs_come_first_and_ended_are_folded() -> None:
     assert [row[2] for row in whole.rows] == ["open", "open", "closed", "closed", "stalled"]
     assert dashboard(found)["ended"] == "3 runs have ended."
     assert [run["run"] for run in as_json(reply)["runs"]] == ["j/0", "gone/0", "old/0", "older/0", "dead/0"]
+
+
+def test_one_run_is_shown_alone() -> None:
+    reply = status()
+    reply.workers.add(worker="elsewhere", slots=2, live=True)
+    reply.events.add(kind="worker joined", worker="elsewhere", text="2 slots")
+    found = view(reply)
+    for name in ("j", "j/0"):
+        one = found.only(name)
+        assert [run.run for run in one.runs] == ["j/0"]
+        assert [worker.worker for worker in one.workers] == ["a", "b"]
+        assert [event.kind for event in one.events] == ["slot failed"]
+    assert [worker.worker for worker in found.only("dead").workers] == ["a", "b", "elsewhere"], "where it may run"
+    with pytest.raises(UnknownRunError, match="no run 'j/1': see `penstock status --all`"):
+        found.only("j/1")
 
 
 def test_json_keeps_its_names() -> None:

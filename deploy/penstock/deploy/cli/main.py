@@ -24,7 +24,7 @@ from penstock.deploy.cli.commands.state import state
 from penstock.deploy.cli.commands.status import status
 from penstock.deploy.cli.commands.up import down, up
 from penstock.deploy.cli.commands.worker import worker
-from penstock.deploy.console.app import CONTEXT, App
+from penstock.deploy.console.app import CONTEXT, EPILOG, App
 from penstock.deploy.console.exit_codes import EXIT_LINES, INTERRUPTED, UNSAID, USAGE
 from penstock.deploy.console.options import ConfigFile
 from penstock.runtime.telemetry.logs import printable
@@ -41,7 +41,7 @@ app = App(
     "  penstock coordinator --state-dir ~/penstock             once in a cluster\n"
     "  penstock worker --slots 8 --allow mypackage             on each input node\n"
     "  penstock status                                         which box waits for which worker\n\n"
-    f"\b\nExit codes:\n{EXIT_LINES}\n\n\b\nMore: docs/cli.md",
+    f"\b\n{EPILOG}",
     no_args_is_help=True,
     rich_markup_mode=None,  # plain text: the same in a terminal, a file and a bug report
     pretty_exceptions_enable=False,  # an expected error is one line (see exit_codes.py), a bug is a plain traceback
@@ -53,8 +53,12 @@ app = App(
 def _penstock(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    exit_codes: Annotated[bool, typer.Option("--exit-codes", help="Print the meaning of each exit code.")] = False,
     config: ConfigFile = None,
 ) -> None:
+    if exit_codes:
+        typer.echo(EXIT_LINES)
+        raise typer.Exit
     if version:
         from importlib.metadata import version as installed
 

@@ -18,7 +18,7 @@ from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.settings import PeerSettings
 from penstock.runtime.config.settings import Section
 
-EPILOG = "Exit codes: penstock --help. More: docs/cli.md"
+EPILOG = "Exit codes: penstock --exit-codes. More: docs/cli.md"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 

@@ -12,9 +12,11 @@ from penstock.runtime.telemetry.cluster_columns import BOXES, ENDS, RUNS, SLOTS,
 from penstock.runtime.telemetry.cluster_view import LATELY_S, ClusterView, as_dict, view
 
 
-def show_status(peer: Peer, *, show_all: bool, as_json: bool) -> None:
+def show_status(run: str | None, peer: Peer, *, show_all: bool, as_json: bool) -> None:
     with peer.client() as client:
         found = view(client.status(), peer.address)
+    if run is not None:
+        found, show_all = found.only(run), True
     if as_json:
         print(json.dumps(found, default=as_dict, indent=2))
     else:

@@ -37,7 +37,7 @@ WIDEST = 1000
 STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 
-def watch_status(peer: Peer) -> None:
+def watch_status(run: str | None, peer: Peer) -> None:
     """Show the screen until Ctrl-C or SIGTERM. Only at the start it is an error if the coordinator is out of reach:
     later training continues meanwhile."""
     from rich.console import Console
@@ -52,7 +52,12 @@ def watch_status(peer: Peer) -> None:
         )
     with peer.client() as client, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end
         address = peer.address
-        found, answered_at = view(client.status(deadline_s=DEADLINE_S), address), time.monotonic()
+
+        def ask() -> tuple[ClusterView, float]:
+            found = view(client.status(deadline_s=DEADLINE_S), address)
+            return (found if run is None else found.only(run)), time.monotonic()
+
+        found, answered_at = ask()
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which restores the terminal
         live = Live(Screen(found), console=console, screen=True, auto_refresh=False)
         with contextlib.ExitStack() as leaving:
@@ -62,7 +67,7 @@ def watch_status(peer: Peer) -> None:
                 time.sleep(INTERVAL_S)
                 away = ""
                 try:
-                    found, answered_at = view(client.status(deadline_s=DEADLINE_S), address), time.monotonic()
+                    found, answered_at = ask()
                 except (CoordinatorUnavailableError, DeadlineError):
                     away_s = seconds(time.monotonic() - answered_at)
                     away = (

@@ -131,8 +131,8 @@ def _check_allowed(request: ReplayRequest, input_fn: str) -> None:
     if module == MAIN:
         if request.script is None:
             raise InputFnNotFoundError(
-                f"--script must be given, because input_fn {loader_name(input_fn)!r} is defined in the main script of its "
-                'job. The script is imported without running what is under `if __name__ == "__main__":`'
+                f"--script must be given, because input_fn {loader_name(input_fn)!r} is defined in the main script of "
+                'its job. The script is imported without running what is under `if __name__ == "__main__":`'
             )
     elif not under(module, request.allow):
         raise InputFnNotAllowedError(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
+from penstock.proto.errors import UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate, seconds
 
@@ -317,6 +318,21 @@ class ClusterView:
     workers: tuple[WorkerView, ...]
     events: tuple[EventView, ...]
     """Latest events, oldest first."""
+
+    def only(self, name: str) -> ClusterView:
+        """Return what concerns one run, "JOB/ORDINAL", or all runs of a "JOB". Raises UnknownRunError."""
+        runs = tuple(run for run in self.runs if name in (run.run, run.run.rpartition("/")[0]))
+        if not runs:
+            raise UnknownRunError(f"the coordinator has no run {name!r}: see `penstock status --all`")
+        names = {run.run for run in runs}
+        used = {worker for run in runs for slot in run.slots for worker in (slot.worker, slot.target_worker) if worker}
+        return replace(
+            self,
+            runs=runs,
+            # all of them, if the run has none: one may have room for it
+            workers=tuple(worker for worker in self.workers if worker.worker in used or not used),
+            events=tuple(event for event in self.events if event.run in names or event.worker in used),
+        )
 
     @property
     def open_runs(self) -> list[RunView]:

@@ -12,6 +12,11 @@ from penstock.proto.errors import InvalidArgumentError
 
 
 def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="Only JOB/ORDINAL, or all runs of a JOB; also ended ones."),
+    ] = None,
+    *,
     peer: Peer,
     show_all: Annotated[bool, typer.Option("--all", help="Also show each run that has ended.")] = False,
     watch: Annotated[
@@ -25,6 +30,7 @@ def status(
     Examples:
       penstock status
       penstock status --watch
+      penstock status myjob --watch
       penstock status --coordinator head:7070 --token-file ~/penstock/token
       penstock status --json | jq '.workers[] | select(.live | not) | .worker'
     """
@@ -35,8 +41,8 @@ def status(
             raise InvalidArgumentError(
                 f"--watch must be given alone, got {'--all' if show_all else '--json'} too. Leave one out"
             )
-        watch_status(peer)
+        watch_status(run, peer)
         return
     from penstock.deploy.operations.show_status import show_status
 
-    show_status(peer, show_all=show_all, as_json=as_json)
+    show_status(run, peer, show_all=show_all, as_json=as_json)
