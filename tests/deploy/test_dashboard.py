@@ -207,6 +207,19 @@ def test_page_shows_the_run_and_names_the_slot(live: Live, browser: Any) -> None
     assert complaints(browser) == []
 
 
+def test_a_phone_cuts_nothing(browser: Any) -> None:
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        beyond = "return Array.from(document.querySelectorAll('body *')).filter((one) => {"
+        beyond += "const box = one.getBoundingClientRect(); return box.left < 0 || box.right > 390"
+        assert browser.execute_script(f"{beyond}}}).map((one) => one.outerHTML)") == []
+        heading = "return getComputedStyle(document.querySelector('#workers td:not(.state)'), '::before').content"
+        assert browser.execute_script(heading) == '"slots used"'
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_what_peers_call_themselves_is_text(browser: Any) -> None:
     assert NASTY in shown(browser, "#workers tbody th")
     assert browser.execute_script("return document.images.length") == 0

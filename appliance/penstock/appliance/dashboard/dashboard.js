@@ -95,7 +95,10 @@ function drawTable(table, { headings, rows }) {
   });
   fill(table.tBodies[0], rows.map((cells, number) => [number, cells]), ([number]) => number, () => {
     const row = make("tr");
-    row.append(...headings.map((_, column) => (column ? make("td") : make("th", { scope: "row" }))));
+    row.append(...headings.map((heading, column) => {
+      const named = { "data-heading": heading.replace(">", "") }; // shown where the page is narrow
+      return column ? make("td", named) : make("th", { scope: "row", ...named });
+    }));
     return row;
   }, (row, [, cells]) => cells.forEach((value, column) => drawCell(row.children[column], value, headings[column])));
 }
