@@ -16,21 +16,18 @@ from integrations.data import input_fn
 from integrations.model import WithLoss
 from transformers import Trainer, TrainingArguments
 
-from penstock.client import Appliance, DataLoader, Lookahead
-from penstock.client.integrations.transformers import LoaderState, newest_checkpoint
+from penstock.client import Appliance, DataLoader
+from penstock.client.integrations.transformers import newest_checkpoint, penstock_trainer
 
 
-class PenstockTrainer(Trainer):
-    def __init__(self, ahead: Lookahead, log: StepLog, **arguments: Any) -> None:
-        super().__init__(callbacks=[LoaderState()], **arguments)
-        self.ahead, self.lines = ahead, log
+class Logged(Trainer):
+    """The Trainer, with a log of what each step trained on, which the tests compare."""
 
-    def get_train_dataloader(self) -> Any:
-        return self.ahead
+    lines: StepLog
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *more: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(model, inputs, *more)
-        self.lines.write(self.ahead.step + 1, loss.item(), inputs)  # a step counts after its end hook
+        self.lines.write(self.state.global_step + 1, loss.item(), inputs)
         return loss
 
 
@@ -38,21 +35,21 @@ def main() -> None:
     arguments = options("Train a small model with Hugging Face's Trainer.").parse_args()
     torch.set_num_threads(1)  # so that sums are equal on all machines of a kind
     torch.manual_seed(0)
-    ahead = Lookahead(DataLoader(input_fn, global_batch_size=32), checkpoint_steps=arguments.checkpoint_every)
     checkpoints = arguments.out / "checkpoints"
     training = TrainingArguments(
         output_dir=str(checkpoints),
         max_steps=arguments.steps,
         save_steps=arguments.checkpoint_every,
         learning_rate=1e-2,
-        ignore_data_skip=True,  # the loader restores its position itself
         use_cpu=True,
         disable_tqdm=True,
         report_to="none",
         logging_strategy="no",
     )
     with Appliance(), StepLog(arguments.out / "rank0.jsonl") as log:
-        trainer = PenstockTrainer(ahead, log, model=WithLoss(), args=training)
+        batches = DataLoader(input_fn, global_batch_size=32)
+        trainer = penstock_trainer(Logged)(model=WithLoss(), args=training, train_dataset=batches)
+        trainer.lines = log
         trainer.train(resume_from_checkpoint=newest_checkpoint(checkpoints))
 
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples torchrun --nproc-per-node 2 -m integrations.sft_trainer --out /tmp/sft
 
-The rows are tokenized on the workers, so the trainer prepares nothing: its dataset is a placeholder.
+The rows are tokenized on the workers, so the trainer prepares nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 from typing import Any
 
 import torch
-from datasets import Dataset
 from integrations.command import StepLog, options
 from integrations.sequences import SEQUENCE, sft_input_fn
 from tokenizers import Tokenizer
@@ -19,24 +18,21 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from penstock.client import Appliance, DataLoader, Lookahead
-from penstock.client.integrations.transformers import LoaderState, newest_checkpoint
+from penstock.client import Appliance, DataLoader
+from penstock.client.integrations.transformers import newest_checkpoint, penstock_trainer
 
 GLOBAL_BATCH = 8
 
 
-class PenstockSFTTrainer(SFTTrainer):
-    def __init__(self, ahead: Lookahead, log: StepLog, **arguments: Any) -> None:
-        super().__init__(callbacks=[LoaderState()], **arguments)
-        self.ahead, self.lines = ahead, log
+class Logged(SFTTrainer):
+    """The trainer, with a log of what each step trained on, which the tests compare."""
 
-    def get_train_dataloader(self) -> Any:
-        return self.ahead
+    lines: StepLog
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *more: Any) -> torch.Tensor:
         piece = inputs.pop("piece")
         loss: torch.Tensor = super().training_step(model, inputs, *more)
-        self.lines.write(self.ahead.step + 1, loss.item(), {"piece": piece, "input_ids": inputs["input_ids"]})
+        self.lines.write(self.state.global_step + 1, loss.item(), {"piece": piece, "input_ids": inputs["input_ids"]})
         return loss
 
 
@@ -64,17 +60,12 @@ def main() -> None:
     arguments = options("Fine-tune a small model with TRL's SFTTrainer.").parse_args()
     torch.set_num_threads(1)  # so that sums are equal on all machines of a kind
     torch.manual_seed(0)
-    ahead = Lookahead(
-        DataLoader(sft_input_fn, global_batch_size=GLOBAL_BATCH), checkpoint_steps=arguments.checkpoint_every
-    )
     checkpoints = arguments.out / "checkpoints"
     training = SFTConfig(
         output_dir=str(checkpoints),
         max_steps=arguments.steps,
         save_steps=arguments.checkpoint_every,
         learning_rate=1e-2,
-        ignore_data_skip=True,  # the loader restores its position itself
-        dataset_kwargs={"skip_prepare_dataset": True},
         use_cpu=True,
         bf16=False,
         disable_tqdm=True,
@@ -83,14 +74,13 @@ def main() -> None:
     )
     rank = os.environ.get("RANK", "0")
     with Appliance(), StepLog(arguments.out / f"rank{rank}.jsonl") as log:
-        trainer = PenstockSFTTrainer(
-            ahead,
-            log,
+        trainer = penstock_trainer(Logged)(
             model=small_model(),
             args=training,
-            train_dataset=Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]}),
+            train_dataset=DataLoader(sft_input_fn, global_batch_size=GLOBAL_BATCH),
             processing_class=byte_tokenizer(),
         )
+        trainer.lines = log
         trainer.train(resume_from_checkpoint=newest_checkpoint(checkpoints))
 
 

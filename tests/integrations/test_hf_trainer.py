@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: what its callback asks for, what a checkpoint is; evaluation and accumulation beside it."""
+"""Hugging Face's Trainer: what resumes, what a checkpoint is; evaluation and accumulation beside it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin(
 ) -> None:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    training = TrainingArguments(**{"use_cpu": True, "report_to": "none", "ignore_data_skip": True, **arguments})
+    training = TrainingArguments(use_cpu=True, report_to="none", **arguments)
     state = TrainerState(global_step=step)
     cast(Any, state).stateful_callbacks = states or {}  # as it is read from a checkpoint
     callback.on_train_begin(training, state, TrainerControl(), train_dataloader=loader)
@@ -55,17 +55,6 @@ def test_the_state_is_json(ahead: Lookahead) -> None:
     assert other.state_dict() == ahead.state_dict()
 
 
-def test_a_loader_that_it_cannot_save_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"must return a Lookahead\(loader\), got a DataLoader"):
-        begin(new(), DataLoader(streams.counter))
-
-
-def test_skipping_batches_is_refused(ahead: Lookahead) -> None:
-    begin(new(), ahead, step=0, ignore_data_skip=False)  # nothing is skipped in a first run
-    with pytest.raises(InvalidArgumentError, match="ignore_data_skip=True"):
-        begin(new(), ahead, ignore_data_skip=False)
-
-
 def test_accumulation_over_an_epoch_end_warns(ahead: Lookahead) -> None:
     callback = new()
     begin(callback, ahead, step=0, gradient_accumulation_steps=4)
@@ -77,7 +66,7 @@ def test_accumulation_over_an_epoch_end_warns(ahead: Lookahead) -> None:
 
 @pytest.mark.parametrize("states", [{}, {"LoaderState": {"args": {}, "attributes": {"saved": None}}}])
 def test_checkpoint_without_position_is_refused(ahead: Lookahead, states: dict[str, Any]) -> None:
-    with pytest.raises(StateMismatchError, match="the checkpoint of step 5 was saved without this callback"):
+    with pytest.raises(StateMismatchError, match="the checkpoint of step 5 has no position of the loader"):
         begin(new(), ahead, states=states)
 
 
@@ -115,28 +104,29 @@ class Constant(torch.nn.Module):
 
 
 def trainer(model: Constant, folder: Path, train: Any, evaluation: Any = None, **settings: Any) -> Any:
-    """The Trainer over these loaders, with the loader's callback; `callbacks`: more of them."""
+    """The Trainer over these loaders; `callbacks`: more than its own."""
     from transformers import Trainer, TrainingArguments
 
-    class Fed(Trainer):  # type: ignore[misc]
-        def get_train_dataloader(self) -> Any:
-            return train
+    from penstock.client.integrations.transformers import penstock_trainer
 
-        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-            return evaluation
-
-    callbacks = [new(), *settings.pop("callbacks", ())]
+    callbacks = settings.pop("callbacks", ())
     arguments = TrainingArguments(
         output_dir=str(folder),
         learning_rate=0.0,
-        ignore_data_skip=True,
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
         logging_strategy="no",
         **settings,
     )
-    return Fed(model, arguments, eval_dataset=[0] if evaluation else None, callbacks=callbacks)
+    return penstock_trainer(Trainer)(
+        model, arguments, train_dataset=train, eval_dataset=evaluation, callbacks=[*callbacks]
+    )
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="train_dataset must be a Penstock DataLoader, got list"):
+        trainer(Constant(), tmp_path, [1, 2])
 
 
 def test_trainer(appliance: Appliance, tmp_path: Path) -> None:
@@ -170,6 +160,28 @@ def test_trainer(appliance: Appliance, tmp_path: Path) -> None:
     assert training.state.max_steps == 3 * PASS // 3, "optimizer steps of all epochs, by the length"
     assert training.state.global_step == 3
     assert following(ahead.state_dict(), 2, appliance) == WHOLE[PASS + 3 : PASS + 5]
+
+
+def test_one_line_resumes_at_the_newest_whole_checkpoint(appliance: Appliance, tmp_path: Path) -> None:
+    """`True` for the Trainer alone is the newest folder, which a kill left without its last file; and no checkpoint at
+    all is its error."""
+
+    def train(**settings: Any) -> list[int]:
+        model, loader = Constant(), DataLoader(streams.counter, PASS // 2)
+        rows = Lookahead(DataLoader(validation_rows.rows, PASS), appliance=appliance)
+        ahead = Lookahead(loader, appliance=appliance)
+        fed = trainer(model, tmp_path, ahead, {"rows": rows}, save_steps=2, **settings)
+        fed.train(resume_from_checkpoint=settings["max_steps"] > 5)
+        fed.evaluate()
+        loader.close()
+        assert model.eval_numbers == [*range(PASS)]
+        return model.train_numbers
+
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        train(max_steps=6)
+    assert train(max_steps=5) == WHOLE[:5]
+    (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
+    assert train(max_steps=PASS + 2) == WHOLE[4 : PASS + 2]
 
 
 def test_trainer_drops_what_is_beyond_len(appliance: Appliance, tmp_path: Path) -> None:
