@@ -17,7 +17,7 @@ from coroutines import in_loop
 from lane_frames import frame_of
 from pki import Pair, Pki
 
-from penstock.proto.errors import AuthenticationError, SupersededError, UnsafeBindError
+from penstock.proto.errors import AuthenticationError, PortTakenError, SupersededError, UnsafeBindError
 from penstock.proto.lane.frames import CLOSE, LANE_PROTOCOL, Frame
 from penstock.proto.lane.tcp import SEAL, sealed
 from penstock.proto.rpc.tls import Tls, load_tls
@@ -211,3 +211,11 @@ async def test_listening_beyond_needs_a_certificate(pki: Pki, pair: Pair) -> Non
     opened = LaneListeners(refuse, load_tls("", pair.cert, pair.key))
     opened.open("0.0.0.0:0")
     opened.close()
+
+
+@in_loop
+async def test_a_taken_port_leaves_no_socket(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(PortTakenError, match="Address already in use"):
+            LaneListeners(refuse, folder=tmp_path).open(f"127.0.0.1:{taken.getsockname()[1]}")
+        assert not [*tmp_path.iterdir()]

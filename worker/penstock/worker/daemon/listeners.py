@@ -103,25 +103,25 @@ class LaneListeners:
         if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
             raise InvalidArgumentError(f"--listen must be HOST:PORT with a port from 0 (any) to 65535, got {listen!r}")
         refuse_unsafe(listen, encrypted=self._context is not None, insecure=self._insecure)
-        local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        tcp_listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        tcp_listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tcp_listener.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            tcp_listener.close()
+            kind = PortTakenError if error.errno == errno.EADDRINUSE else InvalidArgumentError
+            raise kind(f"the worker cannot listen on {listen}: {error.strerror}. Set --listen HOST:PORT") from error
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # after the port: it may leave a file
         self.local_address = f"{LANES}{secrets.token_hex(4)}"
         where = f"\0{self.local_address}" if self._folder is None else str(self._folder / self.local_address)
         try:
             local.bind(where)
         except OSError as error:
             local.close()
+            tcp_listener.close()
             raise InvalidArgumentError(
                 f"the worker cannot listen at {where}: {error}. Choose a shorter path"
             ) from error
-        tcp_listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        tcp_listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tcp_listener.bind((host.strip("[]"), int(port)))
-        except OSError as error:
-            local.close()
-            tcp_listener.close()
-            kind = PortTakenError if error.errno == errno.EADDRINUSE else InvalidArgumentError
-            raise kind(f"the worker cannot listen on {listen}: {error.strerror}. Set --listen HOST:PORT") from error
         self.tcp_address = f"{host}:{tcp_listener.getsockname()[1]}"
         for listener, greet in ((local, self._greet_local), (tcp_listener, self._greet_tcp)):
             listener.listen(WAITING)
