@@ -42,7 +42,7 @@ _jobs = itertools.count()
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as cluster:
+    with running(tmp_path_factory.mktemp("state"), PENSTOCK_JOB="shell", PENSTOCK_INSECURE="true") as cluster:
         worker = cluster.add_worker(8, allow="*", name="w", stderr=subprocess.PIPE)
         assert worker.stderr is not None
         with worker.stderr, Listener(worker.stderr.fileno()):
@@ -302,9 +302,9 @@ def test_what_it_inherits_and_may_do(cluster: Cluster, tmp_path: Path) -> None:
         assert numbers(appliance, DataLoader(hazards.tells_what_it_has, str(path))) == [1, 2, 3]
     told = json.loads(path.read_text())
     environment = told["environment"]
-    assert environment["PENSTOCK_RUNNER"] == "1"
+    assert {"PENSTOCK_TOKEN", "PENSTOCK_INSECURE", "PENSTOCK_JOB"} <= cluster.environment.keys()
+    assert {name: environment[name] for name in environment if name.startswith("PENSTOCK_")} == {"PENSTOCK_RUNNER": "1"}
     assert environment["PATH"] == os.environ["PATH"]
-    assert not [name for name in environment if name.startswith("PENSTOCK_TOKEN")]
     kinds = {link.partition(":[")[0].removesuffix(" (deleted)") for link in told["descriptors"]}
     assert kinds == {"/dev/null", "/memfd:penstock-progress", "/memfd:penstock-stack", "pipe", "socket"}
     for kind in ("pipe", "socket"):  # its output, and what it speaks with the daemon by

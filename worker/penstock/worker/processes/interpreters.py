@@ -22,9 +22,9 @@ HASH_SEED = "0"
 
 
 def child_environment() -> dict[str, str]:
-    """Return runners' environment: without torchrun's variables, tokens and CUDA devices, one thread per numeric
-    library."""
-    return environment("PENSTOCK_TOKEN*", "PENSTOCK_CREDENTIALS", *TORCHRUN) | {
+    """Return runners' environment: without torchrun's variables, Penstock's own, which hold tokens, and CUDA devices;
+    one thread per numeric library."""
+    return environment("PENSTOCK_*", *TORCHRUN) | {
         "PYTHONHASHSEED": HASH_SEED,
         "CUDA_VISIBLE_DEVICES": "",
         "PENSTOCK_RUNNER": "1",
