@@ -1,12 +1,12 @@
 // The state of a run over gRPC, from Node: what state.py does, with @grpc/grpc-js and Penstock's .proto files.
 //
 //     npm ci
-//     PENSTOCK_PROTO=../../proto PENSTOCK_TOKEN=... node state.mjs 127.0.0.1:7070 myjob/0
+//     PENSTOCK_PROTO=../../proto PENSTOCK_TOKEN=... node state.mjs unix:/home/me/.local/state/penstock/socket myjob/0
 import { readFileSync } from "node:fs";
 import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
 
-const { PENSTOCK_PROTO, PENSTOCK_TLS_CA, PENSTOCK_TOKEN } = process.env;
+const { PENSTOCK_INSECURE, PENSTOCK_PROTO, PENSTOCK_TLS_CA, PENSTOCK_TOKEN } = process.env;
 const [address, run] = process.argv.slice(2);
 
 // longs: 64-bit numbers as text, for JavaScript's own have 53 bits.
@@ -18,6 +18,10 @@ const definition = protoLoader.loadSync("penstock/proto/v1/coordinator.proto", {
   enums: String,
 });
 const { Coordinator } = grpc.loadPackageDefinition(definition).penstock.proto.v1;
+if (!PENSTOCK_TLS_CA && !address.startsWith("unix:") && PENSTOCK_INSECURE !== "true") {
+  console.error(`the token would go to ${address} in clear text: set PENSTOCK_TLS_CA=FILE, or PENSTOCK_INSECURE=true`);
+  process.exit(1);
+}
 const credentials = PENSTOCK_TLS_CA
   ? grpc.credentials.createSsl(readFileSync(PENSTOCK_TLS_CA))
   : grpc.credentials.createInsecure();

@@ -6,7 +6,7 @@
     PENSTOCK_TOKEN=... python state.py unix:/home/me/.local/state/penstock/socket myjob/0
 
 It prints a line of JSON for each worker of each box. With PENSTOCK_TLS_CA, the path of a CA's certificate, it connects
-over TLS.
+over TLS. To another address than a Unix socket it sends the token only over TLS, or with PENSTOCK_INSECURE=true.
 """
 
 import json
@@ -22,9 +22,11 @@ from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 
 def connect(address: str) -> grpc.Channel:
     ca = os.environ.get("PENSTOCK_TLS_CA")
-    if ca is None:
-        return grpc.insecure_channel(address)
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(Path(ca).read_bytes()))
+    if ca is not None:
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(Path(ca).read_bytes()))
+    if not address.startswith("unix:") and os.environ.get("PENSTOCK_INSECURE") != "true":
+        sys.exit(f"the token would go to {address} in clear text: set PENSTOCK_TLS_CA=FILE, or PENSTOCK_INSECURE=true")
+    return grpc.insecure_channel(address)
 
 
 def main(address: str, run: str) -> None:

@@ -53,14 +53,14 @@ def from_node(folder: Path) -> Program:
     return [node, str(EXAMPLES / "state.mjs")], {"PENSTOCK_PROTO": str(PROTO)}
 
 
-async def printed(program: Program, address: str, token: str = TOKEN) -> tuple[list[Any], str]:
+async def printed(program: Program, address: str, token: str = TOKEN, insecure: str = "true") -> tuple[list[Any], str]:
     """Its lines, and what it said besides."""
     command, environment = program
     running = await asyncio.create_subprocess_exec(
         *command,
         address,
         "job/0",
-        env={"PATH": os.environ["PATH"], "PENSTOCK_TOKEN": token, **environment},
+        env={"PATH": os.environ["PATH"], "PENSTOCK_TOKEN": token, "PENSTOCK_INSECURE": insecure, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -84,4 +84,6 @@ async def test_a_program_without_penstock_reads_states(program: Callable[[Path],
             assert lines[1]["user_state_dict"] == {"seen": 2, "words": "ä" * 300_000}
             await client.close_run(pb.CloseRunRequest(run="job/0", attempt=1, client_id="c0"))
         assert (await printed(made, address)) == (lines, "")
+        told = f"the token would go to {address} in clear text: set PENSTOCK_TLS_CA=FILE, or PENSTOCK_INSECURE=true\n"
+        assert (await printed(made, address, insecure="")) == ([], told)
         assert "the token is wrong" in (await printed(made, address, "wrong"))[1]
