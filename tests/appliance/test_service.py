@@ -329,7 +329,7 @@ async def test_a_deadline_names_who_is_waited_for(client: AsyncCoordinatorClient
         raise asyncio.CancelledError
 
     await client.open_run(opening(0, num_boxes=2))
-    await client.register(pb.RegisterWorkerRequest(worker="z", session="s", slots=1))
+    await client.register(pb.RegisterWorkerRequest(worker="z", session="s", slots=3))
     async with daemon(address, say=silent, slots=1):
         await client.watch_run(watching())
         async with asyncio.timeout(DEADLINE_S):

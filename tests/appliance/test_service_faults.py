@@ -125,8 +125,10 @@ async def test_state_begins_anew_where_the_loaders_do(
         return plain_state(request)[0], b"%d" % request.generation * 2 * CHUNK
 
     await client.open_run(opening(0, num_boxes=2))
+    await client.register(pb.RegisterWorkerRequest(worker="far", session="s", slots=2))
     async with daemon(address, "w1", by_generation, slots=2):
         await until_ready(client)
+        await client.deregister(pb.DeregisterWorkerRequest(worker="far", session="s"))
         await client.open_run(opening(1, num_boxes=2))
         fetching = asyncio.ensure_future(client.fetch_state(asking(0, 2)))
         (state_machine,) = state_machines

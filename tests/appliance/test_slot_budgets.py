@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from random import Random
 from time import process_time
 
 import pytest
@@ -27,8 +28,11 @@ def world() -> FakeCluster:
     return FakeCluster()
 
 
-def opened(world: FakeCluster, job: str, workers: int, credential: str = "") -> FakeBox:
-    return world.open(job=job, num_workers_per_box=workers, credential=credential)
+def opened(
+    world: FakeCluster, job: str, workers: int, credential: str = "", box: int = 0, boxes: int = 1, module: str = "m"
+) -> FakeBox:
+    names = {"job": job, "attempt_key": job, "loader": {"input_fn": f"{module}:f"}}
+    return world.open(box, num_boxes=boxes, num_workers_per_box=workers, credential=credential, **names)
 
 
 def placed(*boxes: FakeBox) -> list[int]:
@@ -59,6 +63,82 @@ def test_no_box_gets_half(world: FakeCluster) -> None:
     assert placed(two, three) == [0, 3], "a smaller box need not wait for a larger one"
     one.close()
     assert (placed(two, three), why(two)) == ([4, 3], "")
+
+
+def test_runs_do_not_wait_for_each_other(world: FakeCluster) -> None:
+    """Give slots to a run's boxes as they open, and none to another run that would leave one of them without."""
+    worker = world.worker("w", 5)
+    one = [opened(world, "one", 2, box=0, boxes=2)]
+    two = [opened(world, "two", 2, box=box, boxes=2) for box in (1, 0)]
+    small = opened(world, "small", 1)
+    assert placed(*one, *two, small) == [2, 0, 0, 1]
+    kept = "it waits for 4 slots at once, for 2 boxes: 2 are free, and 2 are kept for other boxes of one/0"
+    assert [why(box) for box in (*one, *two)] == ["", kept, kept]
+    one.append(opened(world, "one", 2, box=1, boxes=2))
+    assert placed(*one, *two) == [2, 2, 0, 0]
+    one[0].close()
+    world.run_for(61.0, [worker, one[1], *two, small])
+    assert (placed(*two), why(two[0])) == ([0, 0], "it waits for 4 slots at once, for 2 boxes: 2 are free")
+    one[1].close()
+    assert placed(*two) == [2, 2]
+    large = opened(world, "large", 2, boxes=3)
+    short = "it waits for 6 slots at once, for 3 boxes, and all workers together have 5. Start more workers, or lower"
+    assert why(large).startswith(short)
+
+
+def test_runs_of_a_budget_do_not_wait_for_each_other() -> None:
+    world = FakeCluster(BUDGETS)
+    world.worker("w", 64)
+    one, two = opened(world, "one", 2, "team-a", boxes=2), opened(world, "two", 2, "team-a", boxes=2)
+    other, large = opened(world, "other", 1, "digest", boxes=2), opened(world, "large", 1, "team-a", boxes=5)
+    assert placed(one, two, other, large) == [2, 0, 1, 0]
+    in_use = (
+        "it waits for the budget of team-a: 2 of 4 slots are in use by one, and 2 are kept for other boxes of one/0"
+    )
+    assert why(two) == in_use
+    assert why(large).startswith("it waits for 5 slots at once, for 5 boxes, and the budget of team-a is 4. Lower num")
+    one.close(forget=True)
+    assert placed(two) == [2]
+
+
+def test_a_closed_box_keeps_no_room(world: FakeCluster) -> None:
+    """A silent box keeps its room while others of its run work, until it is closed; a run elsewhere keeps none here."""
+    w, v = world.worker("w", 4, allow=("a",)), world.worker("v", 2, allow=("b",))
+    elsewhere = opened(world, "b", 1, boxes=2, module="b")
+    one = [opened(world, "one", 2, box=box, boxes=2, module="a") for box in (0, 1)]
+    two = opened(world, "two", 2, module="a")
+    world.run_for(11.0, [w, v, elsewhere, one[0], two])
+    assert placed(elsewhere, one[0], two) == [1, 2, 0]
+    assert why(two) == "it waits for 2 slots at once: 2 are free, and 2 are kept for other boxes of one/0"
+    one[1].close()
+    assert placed(one[0], two) == [2, 2]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_run_that_fits_gets_all_its_boxes(seed: int) -> None:
+    """Boxes of random runs open in any order, at workers of which some serve one kind of run alone, under a budget; a
+    run that has all its boxes ends. No run is left."""
+    rng = Random(seed)
+    world = FakeCluster(Limits(max_slots={"team-a": 6}))
+    for number in range(3):
+        world.worker(f"w{number}", 4, allow=rng.choice([(), ("a",), ("a", "b")]))
+    runs: dict[str, list[FakeBox]] = {f"run{number}": [] for number in range(8)}
+    boxes, workers = ({name: rng.randint(1, most) for name in runs} for most in (3, 2))
+    module, credential = ({name: rng.choice(of) for name in runs} for of in ("ab", ("team-a", "x")))
+    to_open = [(name, box) for name in runs for box in range(boxes[name])]
+    rng.shuffle(to_open)
+    able = list(world.state_machine.cluster.workers.values())
+    room = {letter: sum(worker.capacity for worker in able if worker.may_run(letter)) for letter in "ab"}
+    fits = {name for name in runs if boxes[name] * workers[name] <= room[module[name]]}
+    while to_open or fits & runs.keys():
+        if to_open:
+            name, box = to_open.pop()
+            runs[name].append(opened(world, name, workers[name], credential[name], box, boxes[name], module[name]))
+        whole = [name for name in runs if placed(*runs[name]) == [workers[name]] * boxes[name]]
+        assert whole or to_open or not fits & runs.keys(), [why(box) for name in runs for box in runs[name]]
+        for name in whole if rng.random() < 0.5 or not to_open else ():
+            for box_of_run in runs.pop(name):
+                box_of_run.close()
 
 
 def test_large_assignments_leave_no_half_box(world: FakeCluster) -> None:

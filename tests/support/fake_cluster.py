@@ -102,9 +102,17 @@ class FakeCluster:
         return [s for a in self.state_machine.cluster.open_attempts() for box in a.boxes.values() for s in box.slots]
 
     def worker(
-        self, name: str, slots: int = 8, *, host: str = "host-a", session: str = "", cores: int = 0, lanes: int = 0
+        self,
+        name: str,
+        slots: int = 8,
+        *,
+        host: str = "host-a",
+        session: str = "",
+        cores: int = 0,
+        lanes: int = 0,
+        allow: tuple[str, ...] = (),
     ) -> FakeWorker:
-        worker = FakeWorker(self, name, session or f"{name}-1", host, slots, cores, lanes)
+        worker = FakeWorker(self, name, session or f"{name}-1", host, slots, cores, lanes, allow)
         worker.register()
         return worker
 
@@ -137,6 +145,7 @@ class FakeWorker:
     cores: int = 0
     lanes: int = 0
     """Lane protocol; 0 = that of a release that does not name its own."""
+    allow: tuple[str, ...] = ()
     answered: set[str] = field(default_factory=set)
     """Ids of the requests that the worker has answered, each once."""
 
@@ -144,6 +153,7 @@ class FakeWorker:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host)
         request.slots, request.local_address, request.tcp_address = self.capacity, f"@{self.name}", f"{self.name}:1"
         request.cores, request.lane_protocol = self.cores, self.lanes
+        request.allow.extend(self.allow)
         self.world.state_machine.workers.register_worker(request)
 
     def heartbeat(self, *reports: pb.SlotReport) -> pb.HeartbeatReply:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from simulated.disk import Disk
 
-from penstock.appliance.core.entities import BoxPresence, Slot, Worker
+from penstock.appliance.core.entities import Attempt, BoxPresence, Slot, Worker
 from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.core.workers import HUNG_UP_S
 from penstock.appliance.journal.snapshot_index import SlotKey
@@ -74,11 +74,26 @@ class Before:
 
 
 def _could_have_worker(state_machine: StateMachine) -> Slot | None:
-    """A slot that waits although there is room for it, or for all of its box if that has had no workers."""
+    """A slot that waits although there is room for it; for its whole box if that has had no workers; for its whole run,
+    and for what other runs lack, if none of its boxes has."""
     cluster = state_machine.cluster
     free = sum(max(0, worker.free) for worker in cluster.workers.values())
-    boxes = ((slot, cluster.box_of(slot)[1]) for slot in state_machine.placement.waiting.values())
-    return next((slot for slot, box in boxes if free >= (1 if box.working else len(box.slots))), None)
+    lacking = {attempt.run: _lacks(attempt) for attempt in cluster.open_attempts()}
+    begun = {attempt.run for attempt in cluster.open_attempts() if any(box.working for box in attempt.boxes.values())}
+    for slot in state_machine.placement.waiting.values():
+        attempt, box = cluster.box_of(slot)
+        needs = 1 if box.working else attempt.num_workers
+        if attempt.run not in begun:
+            needs = lacking[attempt.run] + sum(lacking[run] for run in begun)
+        if free >= needs:
+            return slot
+    return None
+
+
+def _lacks(attempt: Attempt) -> int:
+    """Slots of boxes that may still open, or wait for workers."""
+    done = sum(box.working or box.presence is BoxPresence.CLOSED for box in attempt.boxes.values())
+    return attempt.num_workers * (attempt.num_boxes - done)
 
 
 def check_cluster(fail: Fail, state_machine: StateMachine, settled: bool) -> None:

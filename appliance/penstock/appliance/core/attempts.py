@@ -311,6 +311,7 @@ class Attempts:
         box.error, box.finished = _shortened(request), request.finished
         attempt.set_presence(box, BoxPresence.CLOSED)
         attempt.set_ended(box, True)
+        cluster.budgets_freed += 1
         if attempt.live:
             if box.error is not None:  # the boxes that go on cannot bring the launch to its end without this one
                 cluster.decide_end(attempt, EndedBy.BOXES, box.error.message)

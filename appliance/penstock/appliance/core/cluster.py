@@ -61,8 +61,10 @@ class ClusterState:
         """Name or digest of a credential token -> slots of the boxes that it opened, in open attempts."""
         self.in_use: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """The same -> job -> slots of its boxes that work."""
+        self.lacking: dict[str, Attempt] = {}
+        """Run -> its attempt, if some of its boxes work and others lack workers."""
         self.budgets_freed = 0
-        """Number of boxes that have given their workers back."""
+        """Number of boxes that have given their workers back, or need none any more."""
         self.placed = 0
         """Number of slots that workers hold; one with a migration target counts twice."""
         self.touched: set[tuple[str, int, int]] = set()
@@ -188,7 +190,11 @@ class ClusterState:
         """Note that the box's slots have workers, and so count in the budget of its credential, or no longer."""
         if box.working is working:
             return
-        box.working = working
+        attempt.set_working(box, working)
+        if attempt.working and attempt.lacks:
+            self.lacking[attempt.run] = attempt
+        else:
+            self.lacking.pop(attempt.run, None)
         jobs, job = self.in_use[box.credential], attempt.run.rpartition("/")[0]
         jobs[job] += attempt.num_workers if working else -attempt.num_workers
         self.budgets_freed += not working

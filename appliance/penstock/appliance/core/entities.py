@@ -385,6 +385,10 @@ class Attempt:
     """Newest epochs of which a box has taken a batch -> label given by the first such box, and its number."""
     live: set[int] = field(default_factory=set)
     """Boxes whose presence is LIVE, so that closing a box need not look at all boxes."""
+    working: set[int] = field(default_factory=set)
+    """Boxes that are `working`."""
+    served: set[int] = field(default_factory=set)
+    """Boxes that are `working`, or closed, and so need no more slots."""
     abandoned_after: dict[int, int] = field(default_factory=dict)
     """Step after which some box abandoned an epoch -> first box that reported it."""
     _abandoned_steps: list[int] = field(default_factory=list)
@@ -440,6 +444,19 @@ class Attempt:
     def set_presence(self, box: Box, presence: BoxPresence) -> None:
         box.presence = presence
         (self.live.add if presence is BoxPresence.LIVE else self.live.discard)(box.number)
+        if presence is BoxPresence.CLOSED:
+            self.served.add(box.number)
+
+    def set_working(self, box: Box, working: bool) -> None:
+        box.working = working
+        (self.working.add if working else self.working.discard)(box.number)
+        needs_none = working or box.presence is BoxPresence.CLOSED
+        (self.served.add if needs_none else self.served.discard)(box.number)
+
+    @property
+    def lacks(self) -> int:
+        """Slots that all boxes without workers need, also those that are still to open."""
+        return (self.num_boxes - len(self.served)) * self.num_workers
 
     def set_ended(self, box: Box, ended: bool) -> None:
         box.epoch_ended = ended

@@ -117,6 +117,11 @@ class FreeCapacity:
         kinds = [kind for kind in self._slots if _fits(kind, module, spoken)]
         return sum(self._free[kind] for kind in kinds), sum(self._slots[kind] for kind in kinds)
 
+    def share(self, one: pb.OpenRunRequest, other: pb.OpenRunRequest) -> bool:
+        """Return whether some worker can serve both jobs."""
+        jobs = [(module_of(opening.loader.input_fn), lane_protocol_of(opening)) for opening in (one, other)]
+        return any(all(_fits(kind, *job) for job in jobs) for kind in self._slots)
+
     @property
     def is_full(self) -> bool:
         return all(self._best(heaps[None], kind, None, set()) is None for kind, heaps in self._heaps.items())

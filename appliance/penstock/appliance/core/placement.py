@@ -1,8 +1,8 @@
 """Placement of slots on workers. Each operation changes the entities, their rows in the journal and the versions that
 long polls compare together.
 
-A box gets workers for all its slots at once, within the budget of its credential, or for none: two boxes that each held
-half of what they need would both wait. Slots of a box that has had workers are then moved one by one."""
+A box gets workers for all its slots at once, or for none, and the first box of a run only if there is room for them all
+(slot_budgets.py). Slots of a box that has had workers are then moved one by one."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Placement:
         """Slots that wait since the last round began. Only they are tried if there is no more room than it had."""
         self._room = (-1, -1)
         """Counters of what makes room, when the last round began."""
-        self._stuck: dict[tuple[str, int] | str, int] = {}
-        """input_fn and lane protocol, or credential -> fewest slots at once for which this round found no free
-        capacity, or no budget."""
+        self._stuck: dict[tuple[object, ...], int] = {}
+        """input_fn and lane protocol, or credential, and whether the run has no workers yet -> fewest slots at once for
+        which this round found no free capacity, or no budget."""
 
     def find_worker(self, slot: Slot, *barred: Set[str]) -> Worker | None:
         """Return the best worker; sets of `barred` names are tried in turn until one leaves free capacity."""
@@ -84,15 +84,20 @@ class Placement:
             if slot is None:  # its attempt has ended meanwhile
                 continue
             attempt, box = self._cluster.box_of(slot)
-            kind = box.opening.loader.input_fn, lane_protocol_of(box.opening)
-            count = 1 if box.working else len(box.slots)
+            starts = not attempt.working
+            kind = box.opening.loader.input_fn, lane_protocol_of(box.opening), starts
+            count = 1 if box.working else slot_budgets.at_once(attempt)
             if count >= self._stuck.get(kind, count + 1):
                 continue
             if not box.working:
-                if count >= self._stuck.get(box.credential, count + 1):
+                holder = box.credential, starts
+                if count >= self._stuck.get(holder, count + 1):
                     continue
-                if slot_budgets.exceeded(self._cluster, box):
-                    self._stuck[box.credential] = count
+                if slot_budgets.exceeded(self._cluster, attempt, box):
+                    self._stuck[holder] = count
+                    continue
+                if not slot_budgets.has_room(self._cluster, attempt, box):
+                    self._stuck[kind] = count
                     continue
             whole = [slot] if box.working else [slot for slot in box.slots if slot.key in self.waiting]
             workers = self._find_workers(box, whole)
@@ -109,8 +114,6 @@ class Placement:
     def _find_workers(self, box: Box, slots: Sequence[Slot]) -> list[Worker]:
         """Return a worker for each slot, which then has it; none if there is not one for each."""
         cluster, now = self._cluster, self._cluster.clock()
-        if cluster.free_capacity.room(box.opening)[0] < len(slots):
-            return []
         far = (box.unreachable_since(now - UNREACHABLE_S), box.unreachable_since(now - UNREACHABLE_AGAIN_S))
         workers: list[Worker] = []
         grown = cluster.free_capacity.grown

@@ -71,7 +71,7 @@ def watch_reply(
         version=box.version,
         slots=[slot_view(cluster, slot) for slot in box.slots] if box.version != seen_version else (),
         missing_slots=missing,
-        unplaced_because=_why_unplaced(cluster, box) if missing else "",
+        unplaced_because=_why_unplaced(cluster, attempt, box) if missing else "",
         wall_s=wall_s,
         ended=ended,
         heartbeat_s=lease_policy.idle_s,
@@ -82,8 +82,8 @@ def watch_reply(
     )
 
 
-def _why_unplaced(cluster: ClusterState, box: Box) -> str:
-    parts = slot_budgets.why_waits(cluster, box), why_not_spoken(box.opening, cluster.lane_protocols)
+def _why_unplaced(cluster: ClusterState, attempt: Attempt, box: Box) -> str:
+    parts = slot_budgets.why_waits(cluster, attempt, box), why_not_spoken(box.opening, cluster.lane_protocols)
     return ". ".join(filter(None, parts))
 
 
@@ -198,8 +198,8 @@ def _slot_status(cluster: ClusterState, box: Box, slot: Slot, why_waits: str, no
     return view
 
 
-def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
-    waiting_for, why_waits = "", slot_budgets.why_waits(cluster, box)
+def _box_status(cluster: ClusterState, attempt: Attempt, box: Box, now: float) -> pb.BoxStatus:
+    waiting_for, why_waits = "", slot_budgets.why_waits(cluster, attempt, box)
     if 0 < box.waiting_for <= len(box.slots):
         slot = box.slots[box.waiting_for - 1]
         waiting_for = f"worker {slot.worker} (slot {slot.key.slot})" if slot.worker else f"slot {slot.key.slot}"
@@ -266,7 +266,7 @@ def _fill_run(
     going: list[Box] = []
     for _, box in sorted(attempt.boxes.items()):
         status.input_fn = name_of(box.opening.loader)
-        box_status = _box_status(cluster, box, now)
+        box_status = _box_status(cluster, attempt, box, now)
         status.boxes.append(box_status)
         status.recoveries += sum(slot.restarts for slot in box_status.slots)
         if box_status.live and not box_status.epoch_ended:
@@ -278,7 +278,7 @@ def _fill_run(
                 caused[slot.worker] += slot.wait_share  # type: ignore[assignment]
         yield
     status.steps_per_s /= max(1, len(going))
-    bottleneck = find(going, cluster.workers, busy_cores, partial(slot_budgets.why_waits, cluster))
+    bottleneck = find(going, cluster.workers, busy_cores, partial(slot_budgets.why_waits, cluster, attempt))
     if bottleneck is not None:
         status.bottleneck.CopyFrom(bottleneck)
         because = why_not_spoken(attempt.boxes[bottleneck.box].opening, cluster.lane_protocols)
