@@ -195,6 +195,16 @@ def test_divided_samples_are_no_warning(examine: Examine) -> None:
     assert {patient.streamed["worker_info"] for patient in found.loaders} == {"of_run"}
 
 
+def test_random_generators_are_named(examine: Examine) -> None:
+    found = examine("augmented:images", "compose", "constant", 8, workers=2, batches=4, replay=True)
+    (warning,) = found.warnings
+    assert warning.startswith("random generators Images.transform.random_generator, Images.transform.py_random, ")
+    assert "input_fn leaves them in the same state on all workers" in warning
+    assert not examine("augmented:images", "compose", "slot", 8, workers=2, batches=4, replay=True).warnings
+    (row,) = [text for what, text in tables(examine("augmented:lazy"))[0].rows if what == "random generators"]
+    assert row.endswith(".generator: set before each sample and batch, from the seed and its position")
+
+
 def test_a_file_that_processes_share_is_named(examine: Examine, tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_bytes(b"".join(b"%08d" % row for row in range(64)))

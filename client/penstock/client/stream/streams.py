@@ -21,6 +21,7 @@ from penstock.proto.errors import DeadlineError, NoWorkersError, PenstockError
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.assignment import WORKER_INFO_TEXTS
 from penstock.proto.state.counts import SampleCounts
+from penstock.proto.state.found_generators import SAME_DRAWS, same_draws
 from penstock.proto.state.position import Position
 from penstock.proto.tracebacks import warn_user
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -253,9 +254,10 @@ class Reader(ABC):
 
     def _tell_of_loaders(self) -> None:
         """Tell once what the first batches reveal: no loader called current_assignment(), so that each worker reads the
-        whole input, and what torch's get_worker_info() answers."""
+        whole input, what torch's get_worker_info() answers, and which random generators were found."""
         views = self.run.views
-        unsharded = all(view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views)
+        known = all(view.HasField("capabilities") for view in views)
+        unsharded = known and not any(view.capabilities.looked_at_assignment for view in views)
         if unsharded and self.run.num_workers > 1 and self.once("unsharded"):
             warn_user(
                 f"{self.label}: no worker read its assignment, so every worker streams the whole input. Let input_fn "
@@ -271,6 +273,13 @@ class Reader(ABC):
         told = next((view.capabilities.worker_info for view in views if view.capabilities.worker_info), None)
         if told in WORKER_INFO_TEXTS and self.once("worker info"):
             _log.info("%s: %s", self.label, WORKER_INFO_TEXTS[told])
+        found = views[0].capabilities
+        if known and found.generators and self.once("generators"):
+            told_of = f"{self.label}: random generators {found.generators}"
+            if same_draws([view.capabilities.generators_state for view in views]):
+                warn_user(f"{told_of}. {SAME_DRAWS}")
+            else:
+                _log.info("%s", told_of)
 
     def once(self, what: object) -> bool:
         """Return True at the first call with `what`, to tell the user once."""

@@ -24,6 +24,7 @@ from typing import Any
 from penstock.deploy.console.exit_codes import CANNOT_SAVE, DIFFERS
 from penstock.deploy.loader_processes import LoaderForkServer, Task, run_tasks
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
+from penstock.proto.state.found_generators import SAME_DRAWS, same_draws
 from penstock.worker.processes.control_channel import ControlMessage
 
 TRIALS = "penstock.deploy.doctor.loader_trials"
@@ -437,6 +438,8 @@ def _warnings(request: LoaderRequest, loaders: list[ExaminedLoader]) -> Iterator
         )
     else:
         yield from _equal_samples(loaders)
+    if same_draws([examined.capabilities["generators_state"] for examined in loaders]):
+        yield f"random generators {loaders[0].capabilities['generators']}. {SAME_DRAWS}"
     yield from _wrong_length(loaders)
     yield from _shared_files(loaders)
     if all(len(set(each)) == 1 for each in digests):

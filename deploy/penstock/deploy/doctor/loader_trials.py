@@ -119,6 +119,7 @@ class _Stream:
                 self._rows.extend(replay_digest.rows())
             del batch
             self._save()
+        source.name_generators()  # again: some are made at their first use
         self._channel.send("rows", self._rows.tobytes())
         self._channel.send(
             "done",

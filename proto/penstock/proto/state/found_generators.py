@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any
@@ -55,6 +55,12 @@ _KINDS: dict[type, str] = {
 }
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
+SAME_DRAWS = (
+    "input_fn leaves them in the same state on all workers, so each worker draws the same numbers. Seed them in "
+    "input_fn by torch.initial_seed() % 2**32, which differs between workers, or pass the dataset itself: "
+    "DataLoader(dataset, batch_size=, shuffle=) sets them for each sample"
+)
+
 _Get = Callable[[Any], Any]
 _mro = type.__dict__["__mro__"].__get__
 _class_dict = type.__dict__["__dict__"].__get__
@@ -82,6 +88,11 @@ def find_generators(roots: Iterable[object], modules: Iterable[types.ModuleType]
             walk.add(f"{_module_dict(module).get('__name__')}.{name}", value, depth=1, in_module=True)
     walk.run()
     return walk.found
+
+
+def same_draws(states: Sequence[int]) -> bool:
+    """Return whether several workers' `generators_state`s (records.proto) are one and the same."""
+    return len(states) > 1 and states[0] != 0 and len(set(states)) == 1
 
 
 def plain_numbers(roots: Iterable[object]) -> dict[str, float]:

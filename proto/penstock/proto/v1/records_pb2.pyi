@@ -368,6 +368,8 @@ class LoaderCapabilities(_message.Message):
     NO_LENGTH_FIELD_NUMBER: _builtins.int
     WORKER_INFO_FIELD_NUMBER: _builtins.int
     KEEPS_PLACE_FIELD_NUMBER: _builtins.int
+    GENERATORS_FIELD_NUMBER: _builtins.int
+    GENERATORS_STATE_FIELD_NUMBER: _builtins.int
     state_methods: _builtins.int
     """0, 2 (state_dict, load_state_dict) or 4 (and aggregate, deaggregate)"""
     takes_strict: _builtins.bool
@@ -398,6 +400,10 @@ class LoaderCapabilities(_message.Message):
     """known after the first batch"""
     keeps_place: _builtins.bool
     """a pure iterable with state methods, and without set_epoch: it may mean to continue"""
+    generators: _builtins.str
+    """random generators that draw for samples, and what is done with them"""
+    generators_state: _builtins.int
+    """hash of the states in which input_fn left them; 0 = any is right"""
     def __init__(
         self,
         *,
@@ -415,10 +421,12 @@ class LoaderCapabilities(_message.Message):
         no_length: _builtins.str = ...,
         worker_info: Global___WorkerInfo.ValueType = ...,
         keeps_place: _builtins.bool = ...,
+        generators: _builtins.str = ...,
+        generators_state: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advances_state", b"advances_state", "exact_states", b"exact_states", "is_iterator", b"is_iterator", "keeps_place", b"keeps_place", "length", b"length", "loads_own_state", b"loads_own_state", "looked_at_assignment", b"looked_at_assignment", "no_length", b"no_length", "not_restartable", b"not_restartable", "not_used", b"not_used", "own_workers", b"own_workers", "state_methods", b"state_methods", "takes_strict", b"takes_strict", "worker_info", b"worker_info"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advances_state", b"advances_state", "exact_states", b"exact_states", "generators", b"generators", "generators_state", b"generators_state", "is_iterator", b"is_iterator", "keeps_place", b"keeps_place", "length", b"length", "loads_own_state", b"loads_own_state", "looked_at_assignment", b"looked_at_assignment", "no_length", b"no_length", "not_restartable", b"not_restartable", "not_used", b"not_used", "own_workers", b"own_workers", "state_methods", b"state_methods", "takes_strict", b"takes_strict", "worker_info", b"worker_info"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

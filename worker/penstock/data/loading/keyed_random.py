@@ -47,9 +47,26 @@ class Generators:
     (found_generators.py). Seeding takes up to 10 us, for a numpy Generator 30."""
 
     def __init__(self, objects: Iterable[object]) -> None:
-        objects = list(objects)
-        self._found = find_generators(objects, defining_modules(objects))
+        self._objects = list(objects)
+        self._look()
+        self._used = False
+
+    def _look(self) -> None:
+        self._found = find_generators(self._objects, defining_modules(self._objects))
         self._names = [xxh3_64_intdigest(found.path.encode()) << 64 for found in self._found]
+
+    def drawn(self, make: Callable[[], T]) -> T:
+        """Return what `make()`, which calls `seed`, returns, and restore all generators. Objects may make their
+        generators at their first use, as transformers' collators do: then the first call is made again, with these
+        seeded too."""
+        with self._undisturbed():
+            made = make()
+        if not self._used:
+            self._used, before = True, self._found
+            self._look()
+            if self._found != before:
+                return self.drawn(make)
+        return made
 
     def seed(self, seeds: Seeds) -> None:
         seed_generators(seeds)
@@ -57,7 +74,7 @@ class Generators:
             reseed(found, name | seeds[1])
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def _undisturbed(self) -> Iterator[None]:
         before, held = capture_rng(), capture(self._found) if self._found else b""
         try:
             yield

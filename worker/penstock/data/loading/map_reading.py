@@ -88,8 +88,7 @@ class MapReader:
         """Return the samples, with `LeftOut` in the place of those that `skip_failures` leaves out."""
         if self._key is None:
             return self._rows(plan)
-        with self._generators.undisturbed():
-            return self._rows(plan)
+        return self._generators.drawn(lambda: self._rows(plan))
 
     def _rows(self, plan: BatchPlan) -> list[Any]:
         try:
@@ -139,15 +138,13 @@ class MapReader:
     def batch(self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()) -> Any:
         if not self.reseeds:
             return self._collated(plan, self.read(plan, ahead, plans))
-        with self._generators.undisturbed():
-            return self._seeded(plan, self._rows(plan))
+        return self._generators.drawn(lambda: self._seeded(plan, self._rows(plan)))
 
     def collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
         """Collate what `read` returned, with generators seeded from the batch's first position."""
         if self._collate_key is None:
             return self._collated(plan, found)
-        with self._generators.undisturbed():
-            return self._seeded(plan, found)
+        return self._generators.drawn(lambda: self._seeded(plan, found))
 
     def _seeded(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
         if self._collate_key is not None:

@@ -56,6 +56,20 @@ class LoaderGenerators:
         """Hashes of the states in which input_fn left the loader's generators."""
         self._of_modules = [generator for generator in generators if generator.in_module]
 
+    def drawn_by(self, parts: list[Any]) -> tuple[list[str], list[str], int]:
+        """Return the names of the generators that `parts` hold, of those among them that were made since input_fn, and
+        a hash of the states in which it left the others, unless these are of modules; 0 for none."""
+        found = find_generators(parts)
+        held = {id(each.generator) for each in found}
+        own = [seed for each, seed in zip(self._own, self.seeds, strict=True) if id(each.generator) in held]
+        known = {id(each.generator): each.path for each in (*self._own, *self._of_modules)}
+        names = [known[id(each.generator)] for each in found if id(each.generator) in known]
+        return (
+            names,
+            [each.path for each in found if id(each.generator) not in known],
+            derive_seed(0, *own) if own else 0,
+        )
+
     @property
     def names(self) -> list[str]:
         return [generator.path for generator in (*self._own, *self._of_modules)]

@@ -78,6 +78,10 @@ _log = logging.getLogger("penstock.worker")
 CHANGED = "The data or the code has changed, or the loader is not deterministic: run penstock doctor"
 MOST_SHOWN = 500
 MOST_NAMED = 8
+_SET = "set before each sample and batch, from the seed and its position"
+_OF_EPOCH = "in the first epoch as input_fn left them, in later ones seeded by that and the epoch"
+_LEFT = "left to the loader, and saved with its state"
+_LATER = "made at their first use, so seeded by user code alone"
 
 
 def part_of(a: records_pb2.WorkerAssignment, resume: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -87,6 +91,10 @@ def part_of(a: records_pb2.WorkerAssignment, resume: dict[str, Any] | None) -> d
 
 def _vouches(loader: Any) -> bool:
     return any(getattr(holder, "exact_states", False) is True for holder in (loader, getattr(loader, "dataset", None)))
+
+
+def _named(generators: list[str]) -> str:
+    return plain(", ".join(generators[:MOST_NAMED]) + (", ..." if len(generators) > MOST_NAMED else ""), MOST_SHOWN)
 
 
 def _iterable(loader: Any) -> Any:
@@ -207,7 +215,7 @@ class SlotLoader:
         loader, generators = self._loader, self._generators
         dataset = getattr(loader, "dataset", None)
         over = "" if dataset is None else f" over {type(dataset).__qualname__}"
-        names = ", ".join(generators.names[:MOST_NAMED]) if generators is not None else ""
+        names = _named(generators.names) if generators is not None else ""
         holds = f"which holds the random generators {names}" if names else "in which no random generator was found"
         return f"{type(loader).__qualname__}{over}, {holds}"
 
@@ -292,12 +300,30 @@ class SlotLoader:
             capabilities.advances_state = name
         capabilities.keeps_place = self.is_pure and self.is_iterable and _keeps_place(loader)
         capabilities.own_workers = int(getattr(loader, "num_workers", 0) or 0)
+        self.name_generators()
         try:
             capabilities.length = len(loader)
         except Exception as error:
             capabilities.length = -1
             if hasattr(type(loader), "__len__"):
                 capabilities.no_length = plain(describe(error), MOST_SHOWN)
+
+    def name_generators(self) -> None:
+        """Record the generators that draw for samples. Their states must not be those of all workers where they can
+        only augment: an iterable's own may decide an order that all workers share."""
+        loader, capabilities = self._loader, self.capabilities
+        assert self._generators is not None
+        dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+        torchs = isinstance(loader, torch.utils.data.DataLoader)  # whose own one, and its samplers', are of the order
+        names, later, _ = self._generators.drawn_by([dataset, collate, None if torchs else loader])
+        if self._draws_nothing:
+            names, later = names + later, []
+        treated = _OF_EPOCH if self.is_pure else _SET if self._draws_nothing else _LEFT
+        told = [f"{_named(some)}: {how}" for some, how in ((names, treated), (later, _LATER)) if some]
+        capabilities.generators = "; ".join(told)
+        if self.is_pure and torchs:
+            augmenting = [collate] if self.is_iterable else [dataset, collate]
+            capabilities.generators_state = self._generators.drawn_by(augmenting)[2]
 
     def _introduce(self, step: int) -> None:
         a, worker = self.assignment, self.worker
@@ -754,16 +780,19 @@ class SlotLoader:
         if others:
             raise ReplayMismatchError(
                 f"{self.name}: input_fn has left {', '.join(others[:MOST_NAMED])} in another state than when it was "
-                "called before. Seed each random generator from a constant, such as np.random.default_rng(0); one that "
-                "draws for no batch may be a random.SystemRandom()"
+                "called before. Seed each random generator, such as by np.random.default_rng(torch.initial_seed()); one "
+                "that draws for no batch may be a random.SystemRandom()"
             )
+
+    @property
+    def _draws_nothing(self) -> bool:
+        return getattr_static(self._loader, "draws_nothing", False) is True
 
     def rng(self) -> bytes:
         """Return all generators' states; b"" for a loader of penstock.data whose batches depend on none of them."""
         assert self._generators is not None
         # an attribute that a wrapper only forwards does not count, because the wrapper may draw
-        draws_nothing = getattr_static(self._loader, "draws_nothing", False) is True
-        return b"" if draws_nothing else self._generators.capture()
+        return b"" if self._draws_nothing else self._generators.capture()
 
     def _restore_rng(self, data: bytes) -> None:
         """Set the generators to `data`; without, seed them by the position: restores there then draw the same."""

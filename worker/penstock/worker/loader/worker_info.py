@@ -9,10 +9,15 @@ In worker processes of a torch DataLoader torch itself answers. Calls by default
 build each batch in new shared memory, which costs more than the batch. Neither counts as a read. State methods get None
 too if the loader refuses to be saved otherwise (litData's StreamingDataLoader): torch answers None in the main process,
 where a loader with worker processes is saved.
+
+transformers' collators, with a seed, ask for multiprocessing's name of the process first, and add the worker's number
+to the seed unless it is "MainProcess": so a worker has another name. They divide no samples, so their call is not a
+read either, and is always answered, with the run's number.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +33,9 @@ from penstock.proto.v1 import records_pb2
 T = TypeVar("T")
 
 _TORCH_COLLATE = "torch.utils.data._utils.collate"
+_SEEDED_COLLATE = "transformers.data.data_collator"
+_PROCESS_NAME = "penstock-runner"
+_OWN_NAME = multiprocessing.current_process().name
 
 
 class Answers:
@@ -49,6 +57,7 @@ def exchange(answers: Answers | None) -> Answers | None:
     """Set the answers for another worker of this process, and return those before."""
     global _current
     before, _current = _current, answers
+    _name_process()
     return before
 
 
@@ -60,8 +69,13 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
         _current = Answers()
     _current.seed = derive_seed(a.seed, "torch", a.box, a.slot)
     _current.infos.clear()
+    _name_process()
     torch_worker.get_worker_info.__code__ = _forward.__code__
     torch_worker.get_worker_info.__defaults__ = (_answer,)
+
+
+def _name_process() -> None:
+    multiprocessing.current_process().name = _OWN_NAME if _current is None else _PROCESS_NAME
 
 
 def _forward(answer: Callable[[], torch_worker.WorkerInfo | None]) -> torch_worker.WorkerInfo | None:
@@ -70,26 +84,32 @@ def _forward(answer: Callable[[], torch_worker.WorkerInfo | None]) -> torch_work
 
 def _answer() -> torch_worker.WorkerInfo | None:
     answers, own_worker = _current, torch_worker._worker_info
-    if own_worker is not None or answers is None or answers.hidden or assignments.stands_aside():
+    if own_worker is not None or answers is None:
         return own_worker
     caller = sys._getframe(2)
-    if caller.f_globals.get("__name__") == _TORCH_COLLATE:
+    module = caller.f_globals.get("__name__")
+    if module == _SEEDED_COLLATE:
+        return _info(WorkerInfoAnswer.OF_RUN, answers.seed)
+    if module == _TORCH_COLLATE or answers.hidden or assignments.stands_aside():
         return None
     answer = assignments.reads().ask(caller)
-    place = assignments.process_assignment()
     if answer is WorkerInfoAnswer.NONE:
         return None
     answers.given += 1
     if answer not in answers.infos:
-        of_box = answer is WorkerInfoAnswer.OF_BOX
-        dataset: Any = None  # not known yet: user code makes it later
-        answers.infos[answer] = torch_worker.WorkerInfo(
-            id=place.slot if of_box else place.global_worker_id,
-            num_workers=place.num_workers_per_box if of_box else place.total_num_workers,
-            seed=answers.seed,
-            dataset=dataset,
-        )
+        answers.infos[answer] = _info(answer, answers.seed)
     return answers.infos[answer]
+
+
+def _info(answer: WorkerInfoAnswer, seed: int) -> torch_worker.WorkerInfo:
+    place, of_box = assignments.process_assignment(), answer is WorkerInfoAnswer.OF_BOX
+    dataset: Any = None  # not known yet: user code makes it later
+    return torch_worker.WorkerInfo(
+        id=place.slot if of_box else place.global_worker_id,
+        num_workers=place.num_workers_per_box if of_box else place.total_num_workers,
+        seed=seed,
+        dataset=dataset,
+    )
 
 
 def describe_reads(capabilities: records_pb2.LoaderCapabilities) -> None:
