@@ -70,10 +70,10 @@ class RepositoryLinks(SphinxTransform):
                 continue
             target = node["reftarget"].partition("#")[0]
             path = (pages / Path(node["refdoc"]).parent / target).resolve()
-            if not path.exists() and (REPOSITORY / target).exists():
-                path = REPOSITORY / target  # a link of the README or CONTRIBUTING.md, which pages include
             if node.get("refdomain") == "doc":
                 path = path if path.exists() else path.with_name(f"{path.name}.md")
+            if not path.exists() and (REPOSITORY / target).exists():
+                path = REPOSITORY / target  # a link of the README or CONTRIBUTING.md, which pages include
             if not target or path.is_relative_to(pages) or not path.is_relative_to(REPOSITORY):
                 continue
             page = PAGES_OF.get(path.relative_to(REPOSITORY).as_posix())
