@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documented import REPO
+from tests.deploy.conftest import PENSTOCK
 from waiting import until
 
 from penstock.deploy.console.exit_codes import CommandError
@@ -116,17 +118,44 @@ if __name__ == "__main__":
 """
 
 
-def test_a_container_takes_part_through_the_folder(fleet: Fleet) -> None:
-    """It has a network of its own, without a way out: calls and batches pass the sockets in the fleet's folder."""
-    script = fleet.shell.folder / "job.py"
-    script.write_text(JOB)
-    where = {"PENSTOCK_COORDINATOR": fleet.record().coordinator, "PENSTOCK_TOKEN_FILE": str(fleet.folder.token)}
-    environment = {**fleet.shell.env(where), "PENSTOCK_TOKEN": "", "PENSTOCK_INSECURE": ""}
-    command = ["unshare", "--net", sys.executable, str(script)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    if "unshare" in run.stderr.partition("\n")[0]:
-        pytest.skip(f"a network of its own needs unshare(1): {run.stderr}")
-    assert (run.returncode, run.stdout) == (0, "6\n"), run.stderr
+CONTAINER = """
+set -e
+root=$1 fleet=$2; shift 2
+mount -t tmpfs -o mode=755 none "$root"
+while [ "$1" != -- ]; do mkdir -p "$root$1"; mount --rbind "$1" "$root$1"; shift; done; shift
+mkdir "$root/proc" "$root/fleet"
+mount -t proc none "$root/proc"
+mount --bind "$fleet" "$root/fleet"
+exec chroot "$root" "$@"
+"""
+"""Script that runs a command below a root of its own, with the fleet's folder at /fleet and some folders of ours."""
+
+
+def test_a_container_takes_part_through_the_folder(fleet: Fleet, tmp_path: Path) -> None:
+    """It has its own root, processes and network, without a way out: calls and batches pass the sockets in the fleet's
+    folder. Another user than the folder's owner is refused by name."""
+    for folder in ("root", "code"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "code" / "job.py").write_text(JOB)
+    ours = {Path("/usr"), Path("/etc"), Path("/dev"), Path(sys.base_prefix), Path(sys.prefix), REPO, tmp_path / "code"}
+    ours |= {path for path in map(Path, ("/bin", "/lib", "/lib64")) if path.exists()}
+    own = ["unshare", "--mount", "--propagation=private", "--pid", "--fork", "--net", "sh", "-c", CONTAINER, "sh"]
+    own += [str(tmp_path / "root"), str(fleet.folder.path), *map(str, sorted(ours)), "--"]
+    where = {"PENSTOCK_COORDINATOR": "unix:/fleet/socket", "PENSTOCK_TOKEN": None, "PENSTOCK_INSECURE": None}
+    environment = fleet.shell.env(where)
+
+    def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        everything = {**environment, **variables}
+        return subprocess.run([*own, *command], env=everything, capture_output=True, text=True, timeout=120)
+
+    if (tried := run("true")).returncode:
+        pytest.skip(f"a container needs unshare(1): {tried.stderr}")
+    job = run(sys.executable, str(tmp_path / "code" / "job.py"), PENSTOCK_TOKEN_FILE="/fleet/token")
+    assert (job.returncode, job.stdout) == (0, "6\n"), job.stderr
+    other = ("setpriv", "--reuid=61234", "--regid=61234", "--clear-groups")
+    refused = run(*other, PENSTOCK, "status", PENSTOCK_TOKEN="stolen")
+    assert refused.returncode == 16
+    assert "/fleet/socket cannot be reached: Permission denied. Run as the owner of its folder" in refused.stderr
 
 
 def test_second_fleet_in_a_folder_is_refused(fleet: Fleet) -> None:

@@ -62,6 +62,10 @@ def refuse_strangers(address: str) -> None:
             raise UnsafeBindError(f"{path} belongs to another user, who could pose as the coordinator: choose another")
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise UnsafeBindError(
+            f"{path} cannot be reached: {error.strerror}. Run as the owner of its folder; other users need TLS"
+        ) from None
 
 
 def _way_to(folder: Path) -> Iterator[Path]:
