@@ -59,6 +59,52 @@ def test_stopped_child_with_full_socket_is_killed() -> None:
     assert asyncio.run(asyncio.wait_for(stop(), 30)) < 10
 
 
+FLOODS = """
+import fcntl, os, socket, struct, sys
+text = b'{"kind": "x", "lists": [' + b"[]," * int(sys.argv[2]) + b"0]}"
+head, memory = struct.pack("<I", len(text)), os.memfd_create("x", os.MFD_ALLOW_SEALING)
+os.write(memory, head + text)
+fcntl.fcntl(memory, fcntl.F_ADD_SEALS, 15)
+sock = socket.socket(fileno=int(sys.argv[1]))
+while True:
+    socket.send_fds(sock, [head + text] if len(text) < 65000 else [bytes(4)], [memory] if len(text) > 65000 else [])
+"""
+
+
+@pytest.mark.parametrize("lists", [21_000, 43_000])
+def test_costly_messages_take_a_fifth_of_the_loop(lists: int) -> None:
+    """Of all children together, in packets and in memory: each message is decoded without a turn of the loop."""
+
+    def flood() -> tuple[Child, subprocess.Popen[bytes]]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        read, write = os.pipe()
+        os.close(write)
+        with theirs:
+            command = [sys.executable, "-c", FLOODS, str(theirs.fileno()), str(lists)]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], process_group=0)
+        child = Child(ControlChannel(ours), read, "a child", lambda message: heard.append(child), lambda: None)
+        child.begun(process.pid, os.pidfd_open(process.pid))
+        return child, process
+
+    async def body() -> float:
+        children = [flood() for _ in range(4)]
+        while len(set(heard)) < 4:
+            await asyncio.sleep(0.1)
+        began, busy = time.monotonic(), time.process_time()
+        await asyncio.sleep(3.0)
+        busy, took = time.process_time() - busy, time.monotonic() - began
+        for child, process in children:
+            assert not child.why_killed
+            child.kill()
+            child.gone(await asyncio.to_thread(process.wait))
+        await asyncio.gather(*(child.exited for child, _ in children))
+        return busy / took
+
+    heard: list[Child] = []
+    assert asyncio.run(asyncio.wait_for(body(), 60)) < 0.4
+    assert len(heard) > 8, "slowed, but heard"
+
+
 STARTED = """
 import asyncio
 from penstock.worker.processes import fork_servers

@@ -6,9 +6,11 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 import time
 
 import pytest
+from waiting import until
 
 from penstock.proto.errors import InputFnError, ProtocolError
 from penstock.worker.processes.control_channel import (
@@ -16,6 +18,7 @@ from penstock.worker.processes.control_channel import (
     ControlMessage,
     LargeMessage,
     close_all,
+    decoded,
     packed,
     plain_detail,
 )
@@ -61,7 +64,8 @@ def test_a_large_message_comes_in_memory_that_nobody_can_change() -> None:
     for change in (lambda fd: os.pwrite(fd, b"x", 0), lambda fd: os.ftruncate(fd, 0)):
         with pytest.raises(PermissionError):
             change(large.fds[-1])
-    message = large.read(len(payload))
+    data, got = large.read()
+    message = decoded(data, large.fds, got)
     assert (message.kind, message.fields["labels"], message.payload) == ("point", labels, payload)
     os.close(write)
     assert os.read(message.fds[0], 1) == b""
@@ -70,6 +74,9 @@ def test_a_large_message_comes_in_memory_that_nobody_can_change() -> None:
     ours.send("point", payload)
     with pytest.raises(ProtocolError, match="at most 9 bytes"):
         theirs.receive_packet().read(9)  # type: ignore[union-attr]
+    ours.send("point", payload, labels=labels)
+    with pytest.raises(ProtocolError, match="131072 of JSON"):
+        theirs.receive_packet().read(len(payload))  # type: ignore[union-attr]
     parts, (memory,) = packed(ControlMessage("point", {}, payload))
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.write(loose, os.pread(memory, 1 << 21, 0))
@@ -79,7 +86,7 @@ def test_a_large_message_comes_in_memory_that_nobody_can_change() -> None:
             with pytest.raises(ProtocolError):
                 theirs.receive()
     close_all([loose, memory])
-    assert len(os.listdir("/proc/self/fd")) == before
+    until(lambda: len(os.listdir("/proc/self/fd")) == before, what="/dev/null is closed too, by a thread")
     ours.close()
     theirs.close()
 
@@ -102,19 +109,26 @@ def test_what_waits_can_be_looked_at() -> None:
     theirs.close()
 
 
-def test_a_descriptor_that_waits_as_it_is_closed_holds_nobody_up() -> None:
-    """A daemon closes what a child has sent: a connection that lingers for its unsent bytes, for example."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        lingers = socket.create_connection(listener.getsockname())
-        lingers.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                lingers.send(bytes(1 << 16))
-        lingers.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 8))
-        lingers.setblocking(True)
-        began = time.monotonic()
-        close_all([lingers.detach()])
+def test_descriptors_that_wait_as_they_are_closed_hold_nobody_up() -> None:
+    """A daemon closes what children have sent: connections that linger for their unsent bytes, for example."""
+    with socket.create_server(("127.0.0.1", 0), backlog=20) as listener:
+        all_linger = []
+        for _ in range(20):
+            lingers = socket.create_connection(listener.getsockname())
+            lingers.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    lingers.send(bytes(1 << 16))
+            lingers.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 8))
+            lingers.setblocking(True)
+            all_linger.append(lingers.detach())
+        began, threads = time.monotonic(), threading.active_count()
+        close_all(all_linger)
         assert time.monotonic() - began < 4
+        time.sleep(0.5)
+        assert threading.active_count() - threads <= 8
+        assert time.monotonic() - began < 6
+    until(lambda: threading.active_count() == threads, what="all are closed")  # by the end of the listener
 
 
 def test_an_error_keeps_its_name_and_traceback() -> None:

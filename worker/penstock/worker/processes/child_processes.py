@@ -5,8 +5,9 @@ A pidfd shows a child's end, also if its fork server is stopped; its sockets do 
 may keep them open. The fork server reports the exit status. Without that it is read from /proc, as long as the child is
 not reaped; otherwise it is unknown. All messages of a child are handled before its end is reported.
 
-User code can send any number of messages. The event loop handles a few of a child in a turn, and lets the child wait
-while its socket is full: it is slowed, and killed for invalid messages only. Large ones are read by a thread.
+User code can send any number of messages. The event loop handles those of a child for a few milliseconds in a turn, and
+lets the child wait while its socket is full: it is slowed, and killed for invalid messages only. The payload of a large
+one is read by a thread.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 from penstock.proto.errors import InputFnError, LaneLostError, PenstockError
 from penstock.proto.v1 import records_pb2
@@ -33,6 +35,7 @@ from penstock.worker.processes.control_channel import (
     ControlMessage,
     LargeMessage,
     close_all,
+    decoded,
     invalid_message,
     packed,
 )
@@ -45,11 +48,11 @@ LOOK_S = 0.02
 """Seconds between two looks whether a child has read what it was sent."""
 STATUS_S = 0.25
 """Seconds to wait for the fork server's report of an exit status, before the daemon looks itself."""
-MESSAGES_A_TURN = 16
-"""Messages of one child that are handled before the event loop turns to all others. Most take 0.02 ms, a snapshot
-beside a thousand others 0.25 ms."""
+TURN_S = 0.004
+"""Processor time for the messages of one child until the event loop turns to all others. Most take 0.02 ms, a snapshot
+beside a thousand others 0.25 ms, and the worst JSON of MAX_JSON bytes 4 to 20 ms."""
 PAUSES = 4
-"""Pause after a full turn, in times of its duration."""
+"""Pause after TURN_S, in times of its duration, for each child that pauses."""
 LAST_MESSAGES_S = 5.0
 """Seconds for the messages of a child that has ended: it may have left hundreds of large ones."""
 LAST_STATUS_S = 2.5
@@ -75,6 +78,8 @@ async def _packed(message: ControlMessage) -> tuple[list[bytes], list[int]]:
 
 
 class Child:
+    _pausing: ClassVar[WeakSet[Child]] = WeakSet()
+
     def __init__(
         self,
         channel: ControlChannel,
@@ -102,6 +107,8 @@ class Child:
         self._reading: asyncio.Task[None] | None = None
         """Reads a large message; the next is not received before it is handled."""
         self._finishing: asyncio.Task[None] | None = None
+        self._took_s = 0.0
+        """Processor time for its messages since the last pause."""
         self._open = True
         self.unwanted = False
         """True once `kill` was called: death by SIGKILL is then no reason to try again."""
@@ -135,30 +142,48 @@ class Child:
         return self._open and self._channel.unread > 0
 
     def hear(self) -> None:
-        """Handle a few of the messages that have arrived. After a full turn pause, so that a child which never stops
-        takes a fifth of the event loop's time."""
-        began = time.monotonic()
-        with self._killed_if_invalid():
-            for _ in range(MESSAGES_A_TURN):
-                message = self._channel.receive_packet(wait=False) if self._open and self._reading is None else None
+        """Handle messages that have arrived, for one turn."""
+        with self._killed_if_invalid(), self._timed():
+            began = time.thread_time()
+            while self._open and self._reading is None and time.thread_time() - began < TURN_S:
+                message = self._channel.receive_packet(wait=False)
                 if message is None:
-                    return
+                    break
                 if isinstance(message, LargeMessage):
                     self._stop_listening()
                     self._reading = asyncio.ensure_future(self._read(message))
                 else:
                     self._handle(message)
-        self._stop_listening()
-        asyncio.get_running_loop().call_later(PAUSES * (time.monotonic() - began), self._listen)
 
     async def _read(self, message: LargeMessage) -> None:
         with self._killed_if_invalid():
-            self._handle(await asyncio.to_thread(message.read, self.most_bytes))
+            data, payload = await asyncio.to_thread(message.read, self.most_bytes)
+            with self._timed():
+                self._handle(decoded(data, message.fds, payload))
         self._reading = None
         self._listen()
 
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Pause after each TURN_S of messages, so that children which never stop take a fifth of the event loop's time
+        together."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self._took_s += time.thread_time() - began
+            if self._took_s >= TURN_S:
+                self._stop_listening()
+                self._pausing.add(self)
+                asyncio.get_running_loop().call_later(PAUSES * self._took_s * len(self._pausing), self._resume)
+                self._took_s = 0.0
+
+    def _resume(self) -> None:
+        self._pausing.discard(self)
+        self._listen()
+
     def _listen(self) -> None:
-        if self._open and self._reading is None:
+        if self._open and self._reading is None and self not in self._pausing:
             asyncio.get_running_loop().add_reader(self._channel.fileno(), self.hear)
 
     def _stop_listening(self) -> None:
@@ -177,6 +202,8 @@ class Child:
         while self._open:
             if self._reading is not None:
                 await asyncio.wait([self._reading])
+            elif self in self._pausing:
+                await asyncio.sleep(TURN_S)
             elif self._channel.received < until:
                 self.hear()
                 await asyncio.sleep(0)

@@ -18,6 +18,7 @@ import termios
 import threading
 import time
 from bdb import BdbQuit
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -32,7 +33,9 @@ _CAUGHT_BY_TORCH = re.compile(r"Caught \S+ in (?P<where>[^\n]+)\.\nOriginal Trac
 """Text of an exception from one of torch's worker processes, as torch raises it again."""
 _HEAD = struct.Struct("<I")  # bytes of JSON; the payload follows it. 0: all of this is in the last descriptor
 MAX_PACKET = 64 << 10
-MAX_JSON = 1 << 20
+MAX_JSON = 128 << 10
+"""Of a child's message. The largest that is correct reports an error of 20 KiB, which escapes may make six times
+longer. That of a daemon has no limit: it holds a label for each epoch."""
 MAX_PAYLOAD = 1 << 30
 """Usually a loader's state, which the coordinator limits to 900,000,000 bytes."""
 MAX_FDS = 16
@@ -65,8 +68,17 @@ def invalid_message(what: str) -> ProtocolError:
     )
 
 
-def decoded(data: bytes, fds: list[int]) -> ControlMessage:
-    """Raise ProtocolError if the message is invalid."""
+def decoded(data: bytes, fds: list[int], payload: bytes = b"") -> ControlMessage:
+    """Raise ProtocolError if the message is invalid, and close `fds`. `payload`: of a large message, whose `data` end
+    with the JSON."""
+    try:
+        return _decoded(data, fds, payload)
+    except ProtocolError:
+        close_all(fds)
+        raise
+
+
+def _decoded(data: bytes, fds: list[int], payload: bytes) -> ControlMessage:
     text = _HEAD.unpack_from(data)[0] if len(data) >= _HEAD.size else 0
     if not 0 < text <= len(data) - _HEAD.size:
         raise invalid_message(f"a control message of {len(data)} bytes has {text} bytes of JSON")
@@ -77,7 +89,7 @@ def decoded(data: bytes, fds: list[int]) -> ControlMessage:
     kind = fields.pop("kind", None) if type(fields) is dict else None
     if type(kind) is not str:
         raise invalid_message(f"a control message must be an object with a text 'kind', got {fields!r:.200}")
-    return ControlMessage(kind, fields, data[_HEAD.size + text :], fds)
+    return ControlMessage(kind, fields, payload or data[_HEAD.size + text :], fds)
 
 
 def packed(message: ControlMessage) -> tuple[list[bytes], list[int]]:
@@ -111,18 +123,19 @@ class LargeMessage:
 
     fds: list[int]
 
-    def read(self, most_bytes: int = MAX_PAYLOAD) -> ControlMessage:
-        """Raise ProtocolError if the message is invalid, or its payload has more than `most_bytes` bytes."""
+    def read(self, most_bytes: int | None = None) -> tuple[bytes, bytes]:
+        """Return what `decoded` takes: head with JSON, and payload, from another thread. `most_bytes`: limit of a
+        child's payload; None: the daemon's, which is trusted. Raises ProtocolError for other sizes."""
         fd = self.fds.pop()
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:  # first: only memory has seals, and is read at once
                 raise invalid_message("the memory of a large control message must be sealed")
             size, text = os.fstat(fd).st_size, _HEAD.size + _HEAD.unpack(os.pread(fd, _HEAD.size, 0))[0]
-            if text > MAX_JSON or size > text + most_bytes:
-                raise invalid_message(f"a control message must have at most {most_bytes} bytes, got {size}")
-            message = decoded(_read_from(fd, min(text, size)), self.fds)
-            message.payload = _read_from(fd, size, text)
-            return message
+            if most_bytes is not None and (text > _HEAD.size + MAX_JSON or size > text + most_bytes):
+                raise invalid_message(
+                    f"a control message must have at most {most_bytes} bytes, and {MAX_JSON} of JSON, got {size}"
+                )
+            return _read_from(fd, min(text, size)), _read_from(fd, size, text)
         except (OSError, struct.error) as error:
             close_all(self.fds)
             raise invalid_message(f"a large control message cannot be read: {error}") from error
@@ -130,7 +143,7 @@ class LargeMessage:
             close_all(self.fds)
             raise
         finally:
-            os.close(fd)
+            close_all([fd])
 
 
 class ControlChannel:
@@ -216,7 +229,10 @@ class ControlChannel:
         """Return the next message; None if none has arrived and `wait` is False. Raises LaneLostError (peer has ended),
         ProtocolError (invalid), DescriptorsClosedError."""
         message = self.receive_packet(wait)
-        return message.read() if isinstance(message, LargeMessage) else message
+        if not isinstance(message, LargeMessage):
+            return message
+        data, payload = message.read()
+        return decoded(data, message.fds, payload)
 
     def receive_packet(self, wait: bool = True) -> ControlMessage | LargeMessage | None:
         """As `receive`, but do not read a large message."""
@@ -235,13 +251,7 @@ class ControlChannel:
         return self._message(data, fds)
 
     def _message(self, data: bytes, fds: list[int]) -> ControlMessage | LargeMessage:
-        if data == _LARGE and fds:
-            return LargeMessage(fds)
-        try:
-            return decoded(data, fds)
-        except ProtocolError:
-            close_all(fds)
-            raise
+        return LargeMessage(fds) if data == _LARGE and fds else decoded(data, fds)
 
     def peek(self) -> list[ControlMessage]:
         """Return messages that have arrived and are not large, and leave them in the socket. The caller closes its
@@ -263,16 +273,27 @@ class ControlChannel:
         return messages
 
 
+_CLOSING_THREADS = threading.Semaphore(8)
+_to_close: deque[int] = deque()
+
+
 def close_all(fds: list[int]) -> None:
     """Close descriptors, which a child may have made: what can wait as it is closed, such as a socket that lingers or a
-    file of FUSE, in a thread of its own, and not in a daemon's loop."""
+    file of FUSE, in one of a few threads, and not in a daemon's loop."""
     while fds:
         fd = fds.pop()
-        closing = threading.Thread(target=os.close, args=(fd,), name="penstock-close", daemon=True)
         if _closes_at_once(fd):
             os.close(fd)
         else:
-            closing.start()
+            _to_close.append(fd)
+            threading.Thread(target=_close_slowly, name="penstock-close", daemon=True).start()
+
+
+def _close_slowly() -> None:
+    while _to_close and _CLOSING_THREADS.acquire(blocking=False):
+        with contextlib.suppress(IndexError, OSError):  # another thread took the last one; EIO: it is closed
+            os.close(_to_close.popleft())
+        _CLOSING_THREADS.release()
 
 
 def _closes_at_once(fd: int) -> bool:
