@@ -52,6 +52,19 @@ def test_code_in_folder_is_not_run(tmp_path: Path) -> None:
         ({"splits": "split_parts: {<<: {train: [v.tar]}}"}, "merge .* is not supported: write the entries themselves"),
         ({"splits": "split_parts: [1]"}, "split_parts must list"),
         ({"splits": "split_parts: {train: [v.tar]}\nexclude: v.tar"}, "exclude must be a list of names, got 'v.tar'"),
+        *(
+            ({"splits": f"split_parts: {{train: [v.tar]}}\nexclude: {odd}"}, message)
+            for odd, message in (
+                ("!!bool x", r"tag tag:yaml.org,2002:bool is not supported: write the value without it"),
+                ("!!int ''", "tag:yaml.org,2002:int is not supported"),
+                ("!!timestamp x", "timestamp is not supported"),
+                ("[! 1]", "the tag ! is not supported"),
+                (f"1{':59' * 20_000}.5", "exclude must be a list of names, got '1:59:59"),
+                (f"0x{'f' * 20_000}", "exclude must be a list of names, got '0xff"),
+                ("9" * 20_000, "exclude must be a list of names, got '999"),
+                ("2024-13-45", "exclude must be a list of names, got '2024"),
+            )
+        ),
         ({"splits": "{"}, "split.yaml cannot be read"),
         ({"dataset": "field_map: {a: 1}"}, "field_map must map"),
         ({"counted": 3}, "d_0.tar must have 3 samples"),

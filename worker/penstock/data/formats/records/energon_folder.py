@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import xxhash
 
@@ -46,6 +46,10 @@ NAME_BYTES = 80
 """Memory of a string beside its characters, and of its place in a list and a dict."""
 MAX_DIGITS = 20
 """Most digits of a number in braces."""
+
+_PLAIN = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:bool")
+_INTEGER = re.compile(r"[-+]?(0|[1-9]\d{0,17})$", re.ASCII)
+_DECIMAL = re.compile(r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]\d+)?|\.(inf|nan))$", re.ASCII)
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)", re.ASCII)
@@ -288,24 +292,32 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def load_yaml(path: str, text: str) -> Any:
-    """Raises ValueError for a text that is not YAML or has aliases or merges, by which a few bytes become gigabytes;
-    DatasetError without the package. `path`: for this error."""
+    """Return mappings and lists of texts, decimal numbers, booleans and nulls; dates and other numbers stay texts.
+    Raises ValueError for a text that is not YAML or has tags, or aliases and merges, by which a few bytes become
+    gigabytes; DatasetError without the package. `path`: for this error."""
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
         raise DatasetError(f"{path} needs the package pyyaml. Run pip install pyyaml") from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]
+        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+            first: [rule for rule in rules if rule[0] in _PLAIN]
+            for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
         def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise ValueError(f"the alias *{self.peek_event().anchor} is not supported: write the value itself")
+            event = self.peek_event()
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"the alias *{event.anchor} is not supported: write the value itself")
+            if event.tag is not None:
+                raise ValueError(f"the tag {event.tag:.40} is not supported: write the value without it")
+            if isinstance(event, yaml.ScalarEvent) and (event.value, event.style) == ("<<", None):
+                raise ValueError("a merge (<<) is not supported: write the entries themselves")
             return super().compose_node(parent, index)
 
-        def flatten_mapping(self, node: Any) -> None:
-            if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-                raise ValueError("a merge (<<) is not supported: write the entries themselves")
-            super().flatten_mapping(node)
-
+    Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _DECIMAL, list("-+0123456789."))
     try:
         return yaml.load(text, Loader=Loader)
     except (RecursionError, yaml.YAMLError) as error:
