@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from pki import Pair, Pki
 
-from penstock.proto.errors import TlsError
+from penstock.deploy.engines.authority import Authority
+from penstock.proto.errors import PenstockError, TlsError
+from penstock.proto.rpc.credentials.tokens import read_token, read_tokens
 from penstock.proto.rpc.tls import load_tls
 
 
@@ -82,9 +85,34 @@ def test_key_with_a_password_is_refused_unasked(pair: Pair, tmp_path: Path) -> N
         load_tls("", pair.cert, str(locked))
 
 
-def test_a_key_that_anybody_can_read(pair: Pair, tmp_path: Path) -> None:
-    loose = tmp_path / "loose.key"
-    loose.write_bytes(Path(pair.key).read_bytes())
-    loose.chmod(0o644)
-    with pytest.raises(TlsError, match=f"must not be readable by other users: run chmod 600 {loose}"):
-        load_tls("", pair.cert, str(loose))
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
+def test_files_of_keys_and_tokens_that_others_can_read(pki: Pki, pair: Pair, tmp_path: Path, mode: int) -> None:
+    secret, token = tmp_path / "secret", tmp_path / "token"
+    secret.write_bytes(b"".join(Path(file).read_bytes() for file in (pair.cert, pair.key, pki.ca)) + b"a-token\n")
+    token.write_text("a-token")
+    token.chmod(0o600)
+    ways: list[Callable[[], object]] = [
+        lambda: load_tls("", pair.cert, str(secret)),
+        lambda: load_tls(*[str(secret)] * 3),
+        lambda: read_token("client", file=secret),
+        lambda: read_tokens(secret),
+        Authority(secret, tmp_path / "made" / "*.pem", str(token)).renew,
+    ]
+    for read in ways:
+        secret.chmod(0o600)
+        read()
+        secret.chmod(mode)
+        with pytest.raises(PenstockError, match=rf"can be read by others \(mode 0{mode:o}\): chmod 600 {secret}"):
+            read()
+
+
+def test_a_servers_common_name_is_no_name(pki: Pki) -> None:
+    """gRPC and Python take it for want of another, although certificates name roles by DNS names."""
+    for role in ("coordinator", "worker"):
+        pair = pki.issue(f"{role}.penstock", "email:none@penstock")
+        for name in ("", "*.penstock"):
+            tls = load_tls(pki.ca, pair.cert, pair.key, name)
+            assert tls is not None
+            with pytest.raises(TlsError, match="must have a name of its server as subjectAltName, and not as CN alone"):
+                tls.check_own(role)
+            assert not tls.client_context().hostname_checks_common_name

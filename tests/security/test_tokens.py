@@ -205,16 +205,6 @@ def test_what_root_gives_to_our_group_is_ours() -> None:
         assert "can be read by others (mode 0440)" in read_as(0, 0, file)
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604])
-def test_token_file_readable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
-    file = secret_file(tmp_path, TEXT, mode)
-    says = rf"can be read by others \(mode 0{mode:o}\): chmod 600 {file}"
-    with pytest.raises(AuthenticationError, match=says):
-        read_token("client", file=file)
-    with pytest.raises(AuthenticationError, match=says):
-        read_tokens(file)
-
-
 def test_pipe_without_a_writer_is_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)

@@ -16,8 +16,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
+from penstock.proto.errors import AuthenticationError
 from penstock.proto.rpc.credentials.roles import ROLES
-from penstock.proto.rpc.credentials.tokens import read_token, read_tokens
+from penstock.proto.rpc.credentials.tokens import MAX_FILE, read_secret, read_token, read_tokens
 from penstock.runtime.files.atomic_files import write_whole
 
 _log = logging.getLogger("penstock.deploy.engines")
@@ -44,7 +45,7 @@ class Authority:
             self._credentials.parent.mkdir(mode=0o700, exist_ok=True)
             if not self._ca.exists():
                 write_whole(self._ca, _made_ca(), mode=0o600)
-            ca = self._ca.read_bytes()
+            ca = _read(self._ca)
             for role in ROLES:
                 self._renew(role, ca, f"{role}:{read_token(role, file=self._token_file)}\n")
             self._renew("coordinator", ca, read_tokens(self._token_file))
@@ -59,13 +60,17 @@ class Authority:
     def _renew(self, role: str, ca: bytes, tokens: str) -> None:
         path = Path(str(self._credentials).replace("*", role))
         always = ca[ca.index(b"-----BEGIN CERTIFICATE") :] + tokens.encode()
-        held = path.read_bytes() if path.exists() else b""
+        held = _read(path) if path.exists() else b""
         if held.endswith(always):
             left = x509.load_pem_x509_certificate(held).not_valid_after_utc - datetime.now(UTC)
             if left > self._life / 3:
                 return
         write_whole(path, _made_pair(role, ca, self._life) + always, mode=0o600)
         _log.info("wrote the credentials %s", path)
+
+
+def _read(path: Path) -> bytes:
+    return read_secret(str(path), path, MAX_FILE, AuthenticationError)
 
 
 def _made_ca() -> bytes:

@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import datetime
 import logging
-import os
 import socket
 import ssl
-import stat
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.proto.errors import TlsError
 from penstock.proto.rpc.addresses import socket_path
+from penstock.proto.rpc.credentials.tokens import read_secret
 
 _log = logging.getLogger("penstock.tls")
 
@@ -56,8 +54,15 @@ class Tls:
         return self.name.replace("*", role)
 
     def check_own(self, role: str) -> None:
-        """Raise TlsError if certificates name roles and this process's own does not name `role`."""
-        if self.name and self.expected(role) not in dns_names(_rehearse(self)):
+        """Raise TlsError if this process's own certificate names no server, or if certificates name roles, and it does
+        not name `role`. Its common name (CN) does not count, which gRPC's callers would take for want of another."""
+        certificate = _rehearse(self)
+        if not any(kind in ("DNS", "IP Address") for kind, _ in certificate.get("subjectAltName", ())):
+            raise TlsError(
+                f"tls_cert={self.cert_file} must have a name of its server as subjectAltName, and not as CN alone: "
+                "make one (docs/security.md)"
+            )
+        if self.name and self.expected(role) not in dns_names(certificate):
             wanted = f"the name {self.expected(role)} (tls_name={self.name})"
             raise TlsError(f"tls_cert={self.cert_file} must be for {wanted}: make one (docs/security.md)")
 
@@ -175,15 +180,9 @@ def _contents(ca: str, cert: str, key: str) -> tuple[bytes, bytes, bytes]:
 def _read(what: str, file: str) -> bytes:
     if not file:
         return b""
-    try:
-        with Path(file).open("rb") as opened:
-            if what in ("tls_key", "credentials") and os.fstat(opened.fileno()).st_mode & stat.S_IRWXO:
-                raise TlsError(f"{what}={file} must not be readable by other users: run chmod 600 {file}")
-            data = opened.read(MAX_FILE + 1)
-    except OSError as error:
-        raise TlsError(f"{what}={file} cannot be read: {error.strerror}. Name a readable file") from error
-    if len(data) > MAX_FILE or b"-----BEGIN " not in data:
-        raise TlsError(f"{what}={file} must be a PEM file of a certificate or key of at most {MAX_FILE} bytes")
+    data = read_secret(f"{what}={file}", file, MAX_FILE, TlsError, secret=what in ("tls_key", "credentials"))
+    if b"-----BEGIN " not in data:
+        raise TlsError(f"{what}={file} must be a PEM file of a certificate or key")
     return data
 
 
@@ -204,6 +203,7 @@ def _context(protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.sslsocket_class = WrappedSocket
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.hostname_checks_common_name = False
     context.options |= ssl.OP_NO_COMPRESSION
     return context
 

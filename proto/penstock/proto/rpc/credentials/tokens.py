@@ -179,6 +179,30 @@ def _file(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None
     return given if given is not None else os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings() or None
 
 
+def read_secret(
+    what: str, file: str | os.PathLike[str], most: int, error: type[PenstockError], *, secret: bool = True
+) -> bytes:
+    """Return a file of keys or tokens; or of certificates, which are not secret. Raises `error` if it cannot be read,
+    if others can read a secret, or above `most` bytes. `what`: the file in messages."""
+    try:
+        # Open a named pipe without waiting for its writer. A pipe that the shell made, <(...), already has one.
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+            os.set_blocking(opened.fileno(), True)
+            status = os.fstat(opened.fileno())
+            data = opened.read(most + 1)
+    except OSError as failed:
+        raise error(f"{what} cannot be read: {failed.strerror}. Name a readable file") from None
+    mode = stat.S_IMODE(status.st_mode)
+    # A file of root may be readable by a group of this user: Kubernetes mounts a Secret into a pod with an fsGroup as
+    # root's, with mode 0440.
+    from_root = status.st_uid == 0 != os.geteuid()
+    if secret and mode & (0o037 if from_root else 0o077):
+        raise error(f"{what} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
+    if len(data) > most:
+        raise error(f"{what} must have at most {most} bytes, got more: name the right file")
+    return data
+
+
 def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
     """Text with tokens, and its source. Raises AuthenticationError if there is none, or if others can read the file."""
     from_environment = os.environ.get("PENSTOCK_TOKEN", "")
@@ -189,23 +213,9 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         raise AuthenticationError("no token was given: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE (or token_file)")
     name = f"the token file {os.fspath(file)}"
     try:
-        # Open a named pipe without waiting for its writer. A pipe that the shell made, <(...), already has one.
-        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-            os.set_blocking(opened.fileno(), True)
-            status = os.fstat(opened.fileno())
-            raw = opened.read(MAX_FILE + 1)
-        text = raw.decode("ascii")
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise AuthenticationError(f"{name} cannot be read: {reason}. Name a readable file with the token") from None
-    mode = stat.S_IMODE(status.st_mode)
-    # A file of root may be readable by a group of this user: Kubernetes mounts a Secret into a pod with an fsGroup as
-    # root's, with mode 0440.
-    from_root = status.st_uid == 0 != os.geteuid()
-    if mode & (0o037 if from_root else 0o077):
-        raise AuthenticationError(f"{name} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
-    if len(raw) > MAX_FILE:
-        raise AuthenticationError(f"{name} must have at most {MAX_FILE} bytes, got more: name the file with the token")
+        text = read_secret(name, file, MAX_FILE, AuthenticationError).decode("ascii")
+    except UnicodeError:
+        raise AuthenticationError(f"{name} must be ASCII text: name the file with the token") from None
     text = _PEM.sub("", text)
     if not text.strip():
         raise AuthenticationError(f"{name} is empty or has no token: write one into it")
