@@ -18,8 +18,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from penstock.deploy.console.exit_codes import USAGE, CommandError
 from penstock.proto.errors import AuthenticationError
 from penstock.proto.rpc.credentials.roles import ROLES
-from penstock.proto.rpc.credentials.tokens import MAX_FILE, read_secret, read_token, read_tokens
+from penstock.proto.rpc.credentials.tokens import MAX_FILE, read_token, read_tokens
 from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.files.secret_files import read_secret
 
 _log = logging.getLogger("penstock.deploy.engines")
 

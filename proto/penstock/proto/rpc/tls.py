@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from penstock.proto.errors import TlsError
 from penstock.proto.rpc.addresses import socket_path
-from penstock.proto.rpc.credentials.tokens import read_secret
+from penstock.runtime.files.secret_files import read_secret
 
 _log = logging.getLogger("penstock.tls")
 

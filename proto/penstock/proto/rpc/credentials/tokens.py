@@ -15,12 +15,12 @@ import hmac
 import logging
 import os
 import re
-import stat
 from typing import cast
 
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError, PenstockError
 from penstock.proto.rpc.credentials.roles import ROLES, Role
 from penstock.runtime.config.settings_file import token_file_of_settings
+from penstock.runtime.files.secret_files import read_secret
 
 _log = logging.getLogger("penstock.tokens")
 
@@ -177,30 +177,6 @@ def _parsed(text: str, source: str) -> Tokens:
 
 def _file(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
     return given if given is not None else os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings() or None
-
-
-def read_secret(
-    what: str, file: str | os.PathLike[str], most: int, error: type[PenstockError], *, secret: bool = True
-) -> bytes:
-    """Return a file of keys or tokens; or of certificates, which are not secret. Raises `error` if it cannot be read,
-    if others can read a secret, or above `most` bytes. `what`: the file in messages."""
-    try:
-        # Open a named pipe without waiting for its writer. A pipe that the shell made, <(...), already has one.
-        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-            os.set_blocking(opened.fileno(), True)
-            status = os.fstat(opened.fileno())
-            data = opened.read(most + 1)
-    except OSError as failed:
-        raise error(f"{what} cannot be read: {failed.strerror}. Name a readable file") from None
-    mode = stat.S_IMODE(status.st_mode)
-    # A file of root may be readable by a group of this user: Kubernetes mounts a Secret into a pod with an fsGroup as
-    # root's, with mode 0440.
-    from_root = status.st_uid == 0 != os.geteuid()
-    if secret and mode & (0o037 if from_root else 0o077):
-        raise error(f"{what} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
-    if len(data) > most:
-        raise error(f"{what} must have at most {most} bytes, got more: name the right file")
-    return data
 
 
 def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
