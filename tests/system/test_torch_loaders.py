@@ -145,9 +145,9 @@ def test_an_order_of_the_users_own_is_refused(arguments: dict[str, Any], name: s
 
 def test_other_arguments_are_named() -> None:
     with pytest.raises(InvalidArgumentError, match="in_order of a torch DataLoader is not supported, got False"):
-        DataLoader(NUMBERS, in_order=False)
+        DataLoader(NUMBERS, in_order=False)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
-        DataLoader(NUMBERS, batchsize=3)
+        DataLoader(NUMBERS, batchsize=3)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="shuffle"):
         DataLoader(Rows(3), shuffle=True)
     with pytest.raises(ValueError, match="mutually exclusive with shuffle"):
@@ -184,3 +184,19 @@ def test_workers_elsewhere_are_refused_by_name() -> None:
     error = pytest.raises(InvalidArgumentError, match=r"args\[0\] of input_fn .*cannot be sent to a worker")
     with Appliance("nowhere.invalid:1", token="t", job="j", timeout_s=1) as appliance, error:
         next(iter(DataExecutor(loader, appliance=appliance)))
+
+
+def doubled(rows: int, *, start: int = 0) -> list[torch.Tensor]:
+    return [torch.tensor(2 * row) for row in range(start, rows)]
+
+
+def test_type_checkers_know_each_form() -> None:
+    """mypy reports a suppression as unused where it would pass the call."""
+    DataLoader(NUMBERS, batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
+    DataLoader([1, 2, 3], 2, collate_fn=squared)
+    DataLoader(TorchLoader(NUMBERS, 4))
+    DataLoader(doubled, 3, start=1)
+    with pytest.raises(ValueError, match="batch_size"):
+        DataLoader(NUMBERS, batch_size="4")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'step'"):
+        DataLoader(doubled, 3, step=2)  # type: ignore[call-arg]

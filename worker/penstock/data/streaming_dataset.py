@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, Self, SupportsIndex
 
 import numpy as np
@@ -71,11 +72,14 @@ from penstock.proto.errors import (
     ShardUnavailableError,
     SnapshotExpiredError,
 )
+from penstock.runtime.moved_names import says_where
+from penstock.runtime.process.ranks import distributed_ranks
 
 LISTED_BOUNDS = 1 << 14
 """Most opened pieces whose first samples are kept in a list, which is searched faster than an array."""
 
 
+@says_where
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
     """Map-style dataset of samples in shard files, which are downloaded to a local cache when needed. A sample is a
     dict from column name to value. The samples of the first stream have the lowest numbers.
@@ -344,6 +348,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return [names[stream] for stream in np.searchsorted(ends, numbers, side="right").tolist()]
 
     def __len__(self) -> int:
+        _forbid_whole_in_ranks(self.name, sys._getframe(1))
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
@@ -632,6 +637,28 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         except BaseException:
             held.release()
             raise
+
+
+def _forbid_whole_in_ranks(name: str, caller: FrameType | None) -> None:
+    """Raise InvalidArgumentError if the length is for a sampler that torch's DataLoader made itself and iterates, in
+    one of several ranks: each of them would read all samples."""
+    while caller is not None and caller.f_code.co_name == "__len__":
+        caller = caller.f_back  # of a subclass
+    begins = False
+    while caller is not None and caller.f_code.co_filename == torch.utils.data.sampler.__file__:
+        begins = begins or caller.f_code.co_name == "__iter__"
+        caller = caller.f_back
+    # a framework that divides the samples among ranks iterates torch's sampler in a file of its own
+    if not begins or caller is None or caller.f_code.co_filename != torch.utils.data.dataloader.__file__:
+        return
+    known, said = distributed_ranks(), os.environ.get("WORLD_SIZE", "")
+    ranks = known[1] if known is not None else int(said) if said.isdecimal() else 1
+    if ranks > 1:
+        raise InvalidArgumentError(
+            f"{name}: torch's DataLoader would give each of {ranks} ranks all samples: use a StreamingLoader, whose "
+            "ranks share them exactly, or pass a sampler: DistributedSampler(dataset), or range(len(dataset)) for all "
+            "samples in each rank"
+        )
 
 
 def _cache(stream: Stream, settings: Mapping[str, Any], index: str) -> ShardCache:

@@ -30,6 +30,7 @@ from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.remote.prepared_meta import fetch_meta
 from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
+from penstock.runtime.moved_names import says_where
 
 ANSWER_WAIT_S = 60.0
 """Longest wait in seconds for a remote's answer what `split` means in its folder."""
@@ -39,6 +40,7 @@ _of_files: dict[tuple[str, str], bool] = {}
 """What `names_files` found for (remote folder, split)."""
 
 
+@says_where
 @dataclass(frozen=True)
 class Stream:
     """Dataset that a StreamingDataset reads together with others. Give at most one of proportion, repeat and choose,

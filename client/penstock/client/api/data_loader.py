@@ -10,10 +10,11 @@ import copy
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ParamSpec, cast, overload
+from typing import Any, Literal, ParamSpec, Protocol, cast, overload
 
+import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
@@ -34,12 +35,23 @@ from penstock.proto.state.assignment import Assignment
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import MOST
 from penstock.proto.state.restartable import DataLoaderCheckpoint, by_own_methods
+from penstock.runtime.moved_names import says_where
 
 _Arguments = ParamSpec("_Arguments")
+
+
+class Rows(Protocol):
+    """What torch takes for a map-style dataset: a list, or a dataset of another library."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: Any, /) -> Any: ...
+
+
 _ids = itertools.count(1)
 _log = logging.getLogger("penstock.client")
 
 
+@says_where
 class DataLoader:
     """Data loader whose batches are made on the workers, by the loader that `input_fn(*args, **kwargs)` returns there.
 
@@ -74,10 +86,31 @@ class DataLoader:
     @overload
     def __init__(self, input_fn: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs): ...
     @overload
-    def __init__(self, input_fn: Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, loader: TorchLoader[Any], /) -> None: ...
+    @overload
     def __init__(
-        self, input_fn: Callable[..., Any] | Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any
-    ) -> None:
+        self,
+        dataset: Dataset[Any] | Rows,
+        /,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: Literal[True] = True,
+    ) -> None: ...
+    def __init__(self, input_fn: Any, *args: Any, **kwargs: Any) -> None:
         replay, title = False, ""
         if isinstance(input_fn, Dataset) or not callable(input_fn):
             from penstock.client.torch_loaders import taken_over  # imported here, because it imports the data sources

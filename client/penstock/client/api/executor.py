@@ -13,11 +13,13 @@ from penstock.client.api.session import Session
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, CheckpointSteps, checked_int
 from penstock.client.stream.streams import StreamStats
 from penstock.proto.errors import InvalidArgumentError
+from penstock.runtime.moved_names import says_where
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@says_where
 class DataExecutor:
     """Iterable over the batches of a loader, one for each training step.
 

@@ -34,6 +34,7 @@ from penstock.data.ordering.skips import ranges_of
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.counts import COUNTS, cut_name
+from penstock.runtime.moved_names import says_where
 from penstock.worker.batch.building import collate
 
 BLOCK = 1 << 18
@@ -56,6 +57,7 @@ EXAMINED_OF_UNIT = 64
 reading."""
 
 
+@says_where
 class StreamingLoader(PositionLoader):
     """Loader of batches from a StreamingDataset, in an order that does not depend on boxes and workers. One iteration
     is one epoch, or the rest of it after a loaded state.
