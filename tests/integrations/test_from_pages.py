@@ -16,7 +16,7 @@ from documented import REPO, blocks
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.data import MDSWriter
+from penstock.data import MDSWriter, index_folder
 
 STATEFUL, STREAMING = "torch", "from_mosaicml_streaming"
 ENERGON, TF_DATA = "from_energon", "from_tf_data"
@@ -49,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                         info = tarfile.TarInfo(f"{key:03}.{kind}")
                         info.size = len(content)
                         tar.addfile(info, io.BytesIO(content))
+        index_folder(folder / name)
     (folder / "numbers").mkdir()
     for number in range(6):
         lines = [f"{number} {line}\n" for line in range(20)]
