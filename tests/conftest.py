@@ -109,6 +109,7 @@ SLOW_SUITES = {
     "deploy/test_alerts",
     "deploy/test_demo",
     "deploy/test_run_ends",
+    "deploy/test_set_ups",
     "docs/test_blocks",
     "docs/test_notebook",
     "model/test_mutations",
