@@ -139,6 +139,10 @@ def test_hidden_files_are_left_out(tmp_path: Path) -> None:
 def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="got none"):
         index_folder(tmp_path)
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat/1.JPG").write_bytes(b"")
+    with pytest.raises(DatasetError, match=r"1 images, such as cat/1.JPG, which need no index: .*ImageFolder\("):
+        index_folder(tmp_path)
     write(tmp_path / "a.jsonl", range(3))
     (tmp_path / "b.parquet").write_bytes(b"")
     with pytest.raises(DatasetError, match="1 of parquet and 1 of json_lines"):

@@ -104,7 +104,9 @@ def says_where(cls: _Class) -> _Class:
             if given in moved.arguments:
                 raise TypeError(f"{name} has no argument {given!r}: {moved.arguments[given]}")
         if moved.by_position and len(args) >= positions:
-            raise TypeError(f"{name} takes {positions - 1} of its arguments by position, got {len(args)}: {moved.by_position}")
+            raise TypeError(
+                f"{name} takes {positions - 1} of its arguments by position, got {len(args)}: {moved.by_position}"
+            )
         init(self, *args, **kwargs)
 
     def missing(self: Any, attribute: str) -> Any:

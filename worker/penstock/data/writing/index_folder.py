@@ -56,6 +56,7 @@ PACKED = (
     ".tgz",
     ".tzst",
 )
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
 
 def index_folder(
@@ -231,6 +232,13 @@ def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[
         _refuse_packed(root, files, found or INDEXABLE)
         if not found and any(path.suffix.lower() == ".json" for path in files):
             raise DatasetError(f"{where} has .json files: {_JSON_REMEDY}")
+        images = [path for path in files if path.suffix.lower() in IMAGES]
+        if not found and images:
+            raise DatasetError(
+                f"{where} has {len(images)} images, such as {images[0].relative_to(root)}, which need no index: read "
+                "class folders by DataLoader(torchvision.datasets.ImageFolder(PATH), batch_size=, shuffle=True), or "
+                "pack them into shards by MDSWriter, as docs/recipe_images.md does"
+            )
         raise DatasetError(
             f"{where} must have files of one format ({', '.join((PARQUET, *INDEXABLE))}), got "
             f"{' and '.join(f'{len(own)} of {name}' for name, own in found.items()) or 'none'}. Pass format, or "

@@ -780,7 +780,7 @@ class SlotLoader:
         if others:
             raise ReplayMismatchError(
                 f"{self.name}: input_fn has left {', '.join(others[:MOST_NAMED])} in another state than when it was "
-                "called before. Seed each random generator, such as by np.random.default_rng(torch.initial_seed()); one "
+                "called before. Seed each random generator, as by np.random.default_rng(torch.initial_seed()); one "
                 "that draws for no batch may be a random.SystemRandom()"
             )
 
