@@ -24,7 +24,6 @@ from typing import Any
 from penstock.deploy.console.exit_codes import CANNOT_SAVE, DIFFERS
 from penstock.deploy.loader_processes import LoaderForkServer, Task, run_tasks
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
-from penstock.proto.state.found_generators import SAME_DRAWS, same_draws
 from penstock.worker.processes.control_channel import ControlMessage
 
 TRIALS = "penstock.deploy.doctor.loader_trials"
@@ -428,6 +427,8 @@ def _wrong_length(loaders: list[ExaminedLoader]) -> Iterator[str]:
 
 
 def _warnings(request: LoaderRequest, loaders: list[ExaminedLoader]) -> Iterator[str]:
+    from penstock.proto.state.found_generators import SAME_DRAWS, same_draws  # imports torch
+
     digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
     reads_assignment = any(examined.streamed["looked_at"] for examined in loaders)
     if request.workers > 1 and (not reads_assignment or all(each == digests[0] for each in digests)):
