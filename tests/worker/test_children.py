@@ -101,7 +101,7 @@ def test_costly_messages_take_a_fifth_of_the_loop(lists: int) -> None:
         return busy / took
 
     heard: list[Child] = []
-    assert asyncio.run(asyncio.wait_for(body(), 60)) < 0.4
+    assert asyncio.run(asyncio.wait_for(body(), 60)) < 0.5
     assert len(heard) > 8, "slowed, but heard"
 
 
