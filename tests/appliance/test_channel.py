@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -31,19 +30,17 @@ from penstock.proto.errors import (
     PortTakenError,
     ProtocolError,
     StateCorruptError,
-    UnsafeBindError,
     VersionSkewError,
     error_named,
 )
-from penstock.proto.rpc import wire_errors
-from penstock.proto.rpc.bounds.reply_parts import SnapshotParts, blob_name
+from penstock.proto.rpc import calls, wire_errors
+from penstock.proto.rpc.bounds.reply_parts import blob_name
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import (
     CHUNK,
     SERVICE,
     VERSION,
     RunningServer,
-    connect,
     connect_aio,
     detail_of,
     error_of,
@@ -98,6 +95,14 @@ class Scripted(rpc.CoordinatorServicer):
     async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: Context) -> AsyncIterator[pb.SnapshotPart]:
         yield pb.SnapshotPart(header=pb.SnapshotHeader(size=3))
         yield pb.SnapshotPart(data=b"xy")
+
+    async def FetchState(self, request: pb.FetchStateRequest, context: Context) -> AsyncIterator[Any]:
+        if not request.run:
+            await asyncio.Event().wait()
+        yield b"\xff" * 9
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> Any:
+        return b"\xff" * 9
 
 
 @contextlib.asynccontextmanager
@@ -250,6 +255,23 @@ async def test_deadline_names_address_call_and_seconds(served: RunningServer, cl
 
 
 @on_server()
+async def test_a_wait_for_a_silent_coordinator_ends(
+    served: RunningServer, servicer: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that a transfer may take is not time to wait for its begin; and what ends the run ends its calls."""
+    monkeypatch.setattr(calls, "LATE_S", 0.5)
+    with CoordinatorClient(served.address, TOKEN, insecure=True) as client:
+        with pytest.raises(DeadlineError, match="did not answer FetchState within 1 s"):
+            await asyncio.to_thread(client.fetch_state, pb.FetchStateRequest(deadline_s=1))
+        watching = asyncio.ensure_future(asyncio.to_thread(client.watch_run, pb.WatchRunRequest(hold_s=60)))
+        await asyncio.to_thread(servicer.held.wait, 10)
+        client.fail(PenstockError("the embedded coordinator has ended"))
+        for call in (watching, asyncio.to_thread(client.status)):
+            with pytest.raises(PenstockError, match="has ended"):
+                await call
+
+
+@on_server()
 async def test_own_close_differs_from_lost_peer(
     served: RunningServer, servicer: Scripted, client: AsyncCoordinatorClient
 ) -> None:
@@ -355,20 +377,27 @@ async def test_refusal_is_received_despite_failed_write(
     assert await calls[-1].code() is grpc.StatusCode.INTERNAL  # what it says itself
 
 
-def test_received_bytes_match_the_declaration() -> None:
-    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        with pytest.raises(ProtocolError, match="GetSnapshots: a value must have the declared 3 bytes, got 2"):
-            await client.get_snapshots(pb.GetSnapshotsRequest())
-        with pytest.raises(StateCorruptError, match="the stored value other arrived damaged: its digest differs"):
-            await client.get_blob("other")
+@on_server()
+async def test_received_bytes_match_the_declaration(client: AsyncCoordinatorClient) -> None:
+    with pytest.raises(ProtocolError, match="GetSnapshots: a value must have the declared 3 bytes, got 2"):
+        await client.get_snapshots(pb.GetSnapshotsRequest())
+    with pytest.raises(StateCorruptError, match="the stored value other arrived damaged: its digest differs"):
+        await client.get_blob("other")
 
-    trial(body)
-    snapshots = SnapshotParts()
-    with pytest.raises(ProtocolError, match="GetSnapshots: the coordinator must send a header before data"):
-        snapshots.add(pb.SnapshotPart(data=b"x"))
-    snapshots.add(pb.SnapshotPart(header=pb.SnapshotHeader(size=1)))
-    with pytest.raises(ProtocolError, match="GetSnapshots: a value must have the declared 1 bytes, got more"):
-        snapshots.add(pb.SnapshotPart(data=b"xy"))
+
+@on_server()
+async def test_what_is_no_reply_is_an_error(served: RunningServer, client: AsyncCoordinatorClient) -> None:
+    """gRPC gives None for a reply that it cannot parse, which ended the worker."""
+    state, heartbeat = pb.FetchStateRequest(run="job/0"), pb.HeartbeatRequest()
+    with CoordinatorClient(served.address, TOKEN, insecure=True) as blocking:
+        for call in (
+            client.heartbeat(heartbeat),
+            client.fetch_state(state),
+            asyncio.to_thread(blocking.heartbeat, heartbeat),
+            asyncio.to_thread(blocking.fetch_state, state),
+        ):
+            with pytest.raises(ProtocolError, match=r"a reply of .* cannot be decoded"):
+                await call
 
 
 # ---------------------------------------------------------------------------------------------------------- addresses
@@ -394,20 +423,6 @@ async def test_calls_of_a_whole_fleet_at_once_are_all_answered() -> None:
         call: Any = channel.unary_unary("/penstock.Nobody/Nothing")  # refused in one turn of the loop
         answers: list[Any] = await asyncio.gather(*(call(b"", timeout=60) for _ in range(4000)), return_exceptions=True)
     assert Counter(answer.code() for answer in answers) == {grpc.StatusCode.UNIMPLEMENTED: 4000}
-
-
-def test_shared_unix_socket_folder_is_refused(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/coordinator"
-    tmp_path.chmod(0o777)
-    for attempt in (lambda: connect(address), lambda: asyncio.run(server_aio(address, TOKEN, lambda server: None))):
-        with pytest.raises(UnsafeBindError, match=f"other users can write to {tmp_path}"):
-            attempt()
-    tmp_path.chmod(0o755)
-    (tmp_path / "coordinator").symlink_to("/dev/null")
-    if os.getuid() == 0:
-        os.chown(tmp_path / "coordinator", 12345, 12345, follow_symlinks=False)
-        with pytest.raises(UnsafeBindError, match="belongs to another user"):
-            connect(address)
 
 
 @pytest.mark.parametrize(

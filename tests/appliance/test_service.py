@@ -39,7 +39,7 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.rpc.bounds.reply_parts import Histories, blob_name
+from penstock.proto.rpc.bounds.reply_parts import blob_name
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import CHUNK, connect_aio
 from penstock.proto.state.position import Position
@@ -136,16 +136,16 @@ async def test_history_has_the_present_position(client: AsyncCoordinatorClient) 
     await client.open_run(opening())
     first = await client.watch_run(watching(steps=1))
     held = asyncio.create_task(client.watch_run(watching(steps=1, seen_version=first.version, hold_s=30)))
-    histories = Histories()
+    parts: list[pb.HistoryPart] = []
     fetched = asyncio.create_task(
-        client._read("FetchHistory", REPORT_S, pb.FetchHistoryRequest(run="job/0"), histories.add)
+        client._read("FetchHistory", REPORT_S, pb.FetchHistoryRequest(run="job/0"), parts.append)
     )
     async with asyncio.timeout(REPORT_S):
         await held
         await client.watch_run(watching(steps=7))
         await fetched
-    (history,) = histories.all
-    assert [position.step for position in history.known][-1] == 7
+    (part,) = parts
+    assert [position.step for position in part.history.known][-1] == 7
 
 
 def header(total: int, **fields: Any) -> pb.SnapshotHeader:

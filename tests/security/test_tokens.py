@@ -303,6 +303,11 @@ def test_a_sockets_path_is_taken_as_it_is(name: str, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+async def serve(address: str) -> None:
+    async with answering(address, SECRET):
+        pass
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 @pytest.mark.parametrize(
     "how",
@@ -312,6 +317,7 @@ def test_a_sockets_path_is_taken_as_it_is(name: str, tmp_path: Path) -> None:
         "folder that all can write to",
         "open folder above",
         "folder of another user above",
+        "socket of another user",
     ],
 )
 def test_no_token_goes_where_others_can_put_a_socket(how: str, tmp_path: Path) -> None:
@@ -325,10 +331,14 @@ def test_no_token_goes_where_others_can_put_a_socket(how: str, tmp_path: Path) -
         path = tmp_path / ("link" if how == "link to one" else "theirs") / "s"
     elif how == "folder of another user above":
         os.chown(own.parent, 65534, 65534)
+    elif how == "socket of another user":
+        path.symlink_to("/dev/null")
+        os.lchown(path, 65534, 65534)
     else:
         (own if how == "folder that all can write to" else own.parent).chmod(0o777)
-    with pytest.raises(UnsafeBindError, match="pose as the coordinator"):
-        CoordinatorClient(f"unix:{path}", SECRET)
+    for connect in (lambda: CoordinatorClient(f"unix:{path}", SECRET), lambda: asyncio.run(serve(f"unix:{path}"))):
+        with pytest.raises(UnsafeBindError, match="pose as the coordinator"):
+            connect()
 
 
 def test_callers_that_prove_their_token_are_of_another_release(address: str) -> None:

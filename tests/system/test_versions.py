@@ -12,7 +12,7 @@ from cluster import running
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.rpc import authenticated_calls
+from penstock.proto.rpc import calls
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 
 OTHER = f"""
@@ -28,7 +28,7 @@ sys.exit(main())
 def test_a_job_one_minor_apart_is_served(appliance: Appliance, monkeypatch: pytest.MonkeyPatch) -> None:
     major, minor, *rest = VERSION.split(".")
     newer = ".".join([major, str(int(minor) + 1), *rest])
-    monkeypatch.setattr(authenticated_calls, "_RELEASE", ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, newer)))
+    monkeypatch.setattr(calls, "_RELEASE", ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, newer)))
     with beside(appliance, num_workers_per_box=1) as apart:
         assert len(list(DataExecutor(DataLoader(streams.counter, 3), appliance=apart))) == 3
 

@@ -1,8 +1,10 @@
 """Clients of the coordinator: a blocking client for training jobs and commands, an asyncio one for the worker daemon.
 
 Both add the metadata and a deadline, translate errors and divide large values into parts, whose sizes and digests are
-checked. They repeat a call only with a token that was replaced: only the caller knows whether to wait for a coordinator
-that restarts. Every call is idempotent, so it may be repeated after CoordinatorUnavailableError or DeadlineError.
+checked. The token crosses the network as it is, so it is sent only to a Unix socket in a private folder, over TLS, or
+where the caller allows clear text. A call is repeated only with a token that was replaced: only the caller knows
+whether to wait for a coordinator that restarts. Every call is idempotent, so it may be repeated after
+CoordinatorUnavailableError or DeadlineError.
 `deadline_s` is the seconds that a call may take, plus a long poll's `hold_s`; state queries and changes of a mixture
 have their own.
 
@@ -30,21 +32,19 @@ from penstock.proto.errors import (
     DeadlineError,
     ForkedProcessError,
     InvalidArgumentError,
+    OverloadedError,
     PenstockError,
-    malformed,
+    TlsError,
 )
-from penstock.proto.rpc.authenticated_calls import AuthenticatedCalls, Call, Metadata
+from penstock.proto.rpc.addresses import refuse_clear_token
 from penstock.proto.rpc.bounds.message_bounds import bytes_channel, owned, parsed_reply
-from penstock.proto.rpc.bounds.reply_parts import (
-    BlobParts,
-    Histories,
-    SnapshotParts,
-    StateParts,
-    ValueParts,
-    blob_name,
-)
-from penstock.proto.rpc.channel import CHUNK, REQUEST_MAX, Tls, connect, connect_aio
-from penstock.proto.rpc.wire_errors import answer_of, closed_here
+from penstock.proto.rpc.bounds.reply_parts import BlobParts, SnapshotParts, StateParts, blob_name
+from penstock.proto.rpc.channel import CHUNK, REQUEST_MAX, connect, connect_aio
+from penstock.proto.rpc.credentials.callers import BEARER
+from penstock.proto.rpc.credentials.tokens import check_token, read_again
+from penstock.proto.rpc.tls import Renewing, Tls, diagnose
+from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
+from penstock.proto.rpc.wire_errors import answer_of, closed_here, translating
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -58,6 +58,8 @@ LATE_S = 5.0
 """Seconds after a call's deadline, at which gRPC ends it, until the blocking client waits no longer for gRPC."""
 CLOSE_S = 2.0
 """Longest wait of the blocking client for a channel to be closed, in seconds."""
+DIAGNOSE_S = 2.0
+"""Timeout in seconds of each step of finding out whether TLS is why calls to a listening coordinator fail."""
 ARGUMENTS_INLINE = 4 * 1024
 """Bytes above which a loader's arguments are sent as a blob. Otherwise every slot's assignment would repeat them."""
 
@@ -100,13 +102,6 @@ def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]
         yield pb.AnswerPart(data=piece)
 
 
-def _parsed_part(method: str, part: bytes) -> Any:
-    """Raises ProtocolError for an empty part: a peer could send such parts without end."""
-    if not part:
-        raise malformed(f"{method}: a part of a reply must not be empty")
-    return parsed_reply(method, part)
-
-
 def _sendable(method: str, request: Any) -> Any:
     """Return a message, or a fresh iterator of parts for each try. Raises InvalidArgumentError for too large a request,
     which gRPC would refuse without a reason."""
@@ -125,9 +120,78 @@ async def _async(parts: Iterable[_Part]) -> AsyncIterator[_Part]:
 _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 _Request = Message | Callable[[], Any]
+_Metadata = tuple[tuple[str, str], ...]
+_RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 
 _unusable: ForkedProcessError | None = None
 """Error that all calls raise in the forked child of a process that had an open client."""
+
+
+class _Client:
+    """What both clients share: the token and release that each call shows, and the errors of calls."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        tls: Tls | None = None,
+        insecure: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """`insecure`: allows to send the token over TCP without TLS."""
+        check_token(token)
+        refuse_clear_token(address, encrypted=tls is not None, insecure=insecure)
+        self.address = address
+        self.deadline_s = deadline_s
+        self._token = token
+        self._files = None if tls is None else Renewing(tls)
+        self._closed = False
+        self._reached = False
+        self._begin()
+        self._open()
+
+    def _begin(self) -> None:
+        """Prepare what lasts beyond a channel."""
+
+    @property
+    def metadata(self) -> _Metadata:
+        return (("authorization", f"{BEARER}{self._token}"), *_RELEASE)
+
+    @contextmanager
+    def _guarded(self, method: str, deadline_s: float) -> Iterator[None]:
+        with translating(self.address, method, deadline_s, lambda: self._closed):
+            yield
+        self._reached = True
+
+    @property
+    def _tls(self) -> Tls | None:
+        return None if self._files is None else self._files.tls
+
+    def _open(self) -> None:
+        """Open a channel with the current certificate files."""
+        raise NotImplementedError
+
+    def _renew_files(self) -> None:
+        """Connect with new certificates after a failed call, if the files have changed. Open calls are kept."""
+        if self._files is not None and not self._closed and self._files.renew():
+            self._open()
+
+    def again(self, error: grpc.RpcError, shown: _Metadata) -> bool:
+        """Return True if a call that was refused for its token can be made again, because its file has another one
+        now."""
+        if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+            return False
+        if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+            return False
+        self._token = read_again(self._token)
+        return self.metadata != shown
+
+    def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
+        """TLS error that explains why the coordinator has never answered; None if it has, because it may come back."""
+        if self._reached or isinstance(error, OverloadedError):
+            return None
+        return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
 class _Waits:
@@ -176,26 +240,26 @@ class _Waits:
             outcome.put((None, error))
 
 
-class CoordinatorClient(AuthenticatedCalls):
-    """Client with blocking calls; several threads may use it. `close` and `fail`, from any thread, end calls under way.
-    Raises ForkedProcessError in a forked child. `insecure`: allows to send the token over TCP without TLS."""
+@dataclass
+class _Call:
+    """One call of the blocking client, which another thread makes."""
 
-    def __init__(
-        self,
-        address: str,
-        token: str,
-        *,
-        tls: Tls | None = None,
-        insecure: bool = False,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
+    begun: Callable[[], None] = lambda: None
+    """Called when the first part of a streamed answer has arrived."""
+    given_up: bool = False
+    """True if the caller waits no longer: nothing that arrives may be used."""
+
+
+class CoordinatorClient(_Client):
+    """Client with blocking calls; several threads may use it. `close` and `fail`, from any thread, end calls under way.
+    Raises ForkedProcessError in a forked child."""
+
+    def _begin(self) -> None:
         if _unusable is not None:
             raise _unusable
-        super().__init__(address, token, tls, deadline_s, insecure)
         self._waits = _Waits()
         self._owner = forks.OwnerProcess()
         forks.keep(self)
-        self._open()
 
     def _open(self) -> None:
         self._channel = connect(self.address, self._tls)
@@ -223,9 +287,9 @@ class CoordinatorClient(AuthenticatedCalls):
             raise
 
     def _made(
-        self, method: str, deadline_s: float, once: Callable[[Call, Metadata], Any], begins_s: float | None = None
+        self, method: str, deadline_s: float, once: Callable[[_Call, _Metadata], Any], begins_s: float | None = None
     ) -> Any:
-        call = Call()
+        call = _Call()
 
         def made(begun: Callable[[], None]) -> Any:
             call.begun = begun
@@ -252,7 +316,7 @@ class CoordinatorClient(AuthenticatedCalls):
     def _ask(self, method: str, deadline_s: float, request: _Request, _: type[_Reply]) -> _Reply:
         """`request`: a message, or a function that returns an iterator of its parts, called before each try."""
 
-        def once(_: Call, shown: Metadata) -> Any:
+        def once(_: _Call, shown: _Metadata) -> Any:
             return getattr(self._stub, method)(_sendable(method, request), timeout=deadline_s, metadata=shown)
 
         return cast(_Reply, parsed_reply(method, self._made(method, deadline_s, once)))
@@ -267,7 +331,7 @@ class CoordinatorClient(AuthenticatedCalls):
     ) -> None:
         """Pass the parts of a streamed reply to `take`. `begins_s`: seconds until the first part."""
 
-        def once(call: Call, shown: Metadata) -> None:
+        def once(call: _Call, shown: _Metadata) -> None:
             parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=shown)
             try:
                 for number, part in enumerate(parts):
@@ -275,7 +339,7 @@ class CoordinatorClient(AuthenticatedCalls):
                         call.begun()
                     if call.given_up:
                         raise closed_here(self.address, f"during {method}")
-                    take(_parsed_part(method, part))
+                    take(parsed_reply(method, part))
             except PenstockError:
                 parts.cancel()
                 raise
@@ -379,33 +443,19 @@ class CoordinatorClient(AuthenticatedCalls):
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
         """Return the histories of a box, oldest first, from which `penstock replay` makes its batches again."""
-        histories = Histories()
-        self._read("FetchHistory", self.deadline_s, pb.FetchHistoryRequest(run=run, box=box), histories.add)
-        return histories.all
+        parts: list[pb.HistoryPart] = []
+        self._read("FetchHistory", self.deadline_s, pb.FetchHistoryRequest(run=run, box=box), parts.append)
+        return [part.history for part in parts]
 
     def fetch_snapshot(self, header: pb.SnapshotHeader) -> bytes:
         """`header`: the snapshot's entry in the history of a box. Raises StateUnavailableError if it was deleted."""
-        parts: list[bytes] = []
-        receiver = ValueParts("a snapshot", parts.append)
-        self._read("FetchHistory", TRANSFER_DEADLINE_S, pb.FetchHistoryRequest(snapshot=header), receiver.add)
-        return b"".join(parts)
+        parts: list[pb.HistoryPart] = []
+        self._read("FetchHistory", TRANSFER_DEADLINE_S, pb.FetchHistoryRequest(snapshot=header), parts.append)
+        return b"".join(part.data for part in parts)
 
 
-class AsyncCoordinatorClient(AuthenticatedCalls):
-    """Client with asyncio calls, for worker daemons. Create it in the running event loop. `insecure`: see
-    CoordinatorClient."""
-
-    def __init__(
-        self,
-        address: str,
-        token: str,
-        *,
-        tls: Tls | None = None,
-        insecure: bool = False,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        super().__init__(address, token, tls, deadline_s, insecure)
-        self._open()
+class AsyncCoordinatorClient(_Client):
+    """Client with asyncio calls, for worker daemons. Create it in the running event loop."""
 
     def _open(self) -> None:
         self._channel = connect_aio(self.address, self._tls)
@@ -421,7 +471,7 @@ class AsyncCoordinatorClient(AuthenticatedCalls):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _wait(self, method: str, deadline_s: float, once: Callable[[Metadata], Awaitable[Any]]) -> Any:
+    async def _wait(self, method: str, deadline_s: float, once: Callable[[_Metadata], Awaitable[Any]]) -> Any:
         try:
             with self._guarded(method, deadline_s):
                 while True:
@@ -440,7 +490,7 @@ class AsyncCoordinatorClient(AuthenticatedCalls):
 
     async def _ask(self, method: str, deadline_s: float, request: _Request, _: type[_Reply]) -> _Reply:
 
-        async def once(shown: Metadata) -> Any:
+        async def once(shown: _Metadata) -> Any:
             made = getattr(self._stub, method)(_sendable(method, request), timeout=deadline_s, metadata=shown)
             return await (answer_of(made) if isinstance(made, grpc.aio.StreamUnaryCall) else made)
 
@@ -448,11 +498,11 @@ class AsyncCoordinatorClient(AuthenticatedCalls):
 
     async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
 
-        async def once(shown: Metadata) -> None:
+        async def once(shown: _Metadata) -> None:
             made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=shown)
             try:
                 async for part in made:
-                    take(_parsed_part(method, part))
+                    take(parsed_reply(method, part))
             except PenstockError:
                 made.cancel()
                 raise
