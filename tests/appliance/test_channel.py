@@ -34,18 +34,12 @@ from penstock.proto.errors import (
     error_named,
 )
 from penstock.proto.rpc import calls, wire_errors
+from penstock.proto.rpc.auth_interceptor import SERVICE
 from penstock.proto.rpc.bounds.reply_parts import blob_name
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.rpc.channel import (
-    CHUNK,
-    SERVICE,
-    VERSION,
-    RunningServer,
-    connect_aio,
-    detail_of,
-    error_of,
-    server_aio,
-)
+from penstock.proto.rpc.channel import CHUNK, RunningServer, connect_aio, server_aio
+from penstock.proto.rpc.version import VERSION
+from penstock.proto.rpc.wire_errors import detail_of, error_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import coordinator_pb2_grpc as rpc
 

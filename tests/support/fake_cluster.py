@@ -17,7 +17,7 @@ from penstock.appliance.journal.journal import Journal, StateDir
 from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.appliance.limits import Limits
 from penstock.proto.errors import PenstockError
-from penstock.proto.rpc.channel import detail_of
+from penstock.proto.rpc.wire_errors import detail_of
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2

@@ -12,7 +12,7 @@ from fake_cluster import limited
 
 from penstock.appliance.limits import Limits
 from penstock.appliance.server.server import announcer, serve
-from penstock.proto.rpc.channel import read_tokens
+from penstock.proto.rpc.credentials.tokens import read_tokens
 
 
 def main() -> None:

@@ -15,8 +15,9 @@ from census import peak_memory
 from cluster import TOKEN, Cluster, running
 
 from penstock.proto.errors import SAME_RELEASE
+from penstock.proto.rpc.auth_interceptor import SERVICE
 from penstock.proto.rpc.calls import CoordinatorClient
-from penstock.proto.rpc.channel import REQUEST_MAX, SERVICE
+from penstock.proto.rpc.channel import REQUEST_MAX
 from penstock.proto.rpc.wire_errors import METADATA_MAX
 
 Call = Callable[..., tuple[grpc.StatusCode, str]]

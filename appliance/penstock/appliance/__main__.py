@@ -21,7 +21,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from penstock.appliance.limits import Limits
 from penstock.appliance.server.server import IN_MEMORY, announcer, serve
 from penstock.proto.errors import PenstockError, UnsafeBindError
-from penstock.proto.rpc.channel import load_tls, read_tokens
+from penstock.proto.rpc.credentials.tokens import read_tokens
+from penstock.proto.rpc.tls import load_tls
 from penstock.runtime.process.memory_secrecy import keep_memory_private
 from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import log_lines

@@ -21,7 +21,7 @@ from penstock.client.stream.streams import EPOCH_ENDED, Opening, Reader, StreamR
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailableError
 from penstock.proto.rpc.calls import FetchedState
-from penstock.proto.rpc.channel import detail_of
+from penstock.proto.rpc.wire_errors import detail_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.epoch_labels import put_label
 from penstock.proto.state.position import Position

@@ -74,7 +74,10 @@ def _ask_coordinator(listen: str, ready: bool) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-    from penstock.proto.rpc.channel import SERVICE, connect, load_tls, translating
+    from penstock.proto.rpc.auth_interceptor import SERVICE
+    from penstock.proto.rpc.channel import connect
+    from penstock.proto.rpc.tls import load_tls
+    from penstock.proto.rpc.wire_errors import translating
 
     host, _, port = listen.rpartition(":")
     address = f"{_ANY.get(host, host)}:{port}"

@@ -24,7 +24,15 @@ from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.processes.control_channel import SEALS, ControlMessage, LargeMessage, counts, decoded, packed
+from penstock.worker.processes.control_channel import (
+    MAX_PAYLOAD,
+    SEALS,
+    ControlMessage,
+    LargeMessage,
+    counts,
+    decoded,
+    packed,
+)
 from penstock.worker.processes.progress_page import ProgressPage
 
 __all__ = ["TARGETS"]
@@ -44,7 +52,8 @@ def _control(data: bytes) -> None:
             memory = os.memfd_create("message", os.MFD_ALLOW_SEALING)
             os.write(memory, packet)
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, SEALS)
-            message = LargeMessage([memory]).read()
+            text, payload = LargeMessage([memory]).read(MAX_PAYLOAD)
+            message = decoded(text, [], payload)
         assert type(message.kind) is str
         counts(message, *list(message.fields)[:4])
 

@@ -23,7 +23,7 @@ from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.lane.compression import PIECE, Packer, Unpacker, check_claim, load
 from penstock.proto.lane.frames import COUNTED, Frame, counts_of, pack_shapes
-from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.rpc.wire_errors import detail_of, error_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.counts import MOST_GROUPS, Tally, by_source, new_row, plain_rows, saved_rows
 from penstock.proto.state.generators import capture_rng, restore_rng

@@ -18,7 +18,7 @@ from typing import Any
 from simulated.virtual import Process, World
 
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
-from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.rpc.wire_errors import detail_of, error_of
 
 __all__ = ["Network", "Weather"]
 

@@ -28,8 +28,8 @@ from penstock.proto.errors import (
 )
 from penstock.proto.rpc.bounds.reply_parts import SnapshotParts
 from penstock.proto.rpc.calls import answer_parts, snapshot_parts
-from penstock.proto.rpc.channel import detail_of
 from penstock.proto.rpc.credentials.tickets import check_ticket
+from penstock.proto.rpc.wire_errors import detail_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

@@ -15,7 +15,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from penstock.proto.errors import PenstockError, UnsafeBindError
-from penstock.proto.rpc.channel import load_tls, read_token
+from penstock.proto.rpc.credentials.tokens import read_token
+from penstock.proto.rpc.tls import load_tls
 from penstock.runtime.process.memory_secrecy import keep_memory_private
 from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import log_lines

@@ -13,7 +13,7 @@ from penstock.appliance.core import launch_restarts, quarantine, slot_budgets
 from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Attempt, Box, MigrationTarget, Slot, SlotLoss, Worker, lane_protocol_of
 from penstock.appliance.journal.snapshot_index import SlotKey
-from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.rpc.wire_errors import detail_of, error_of
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2

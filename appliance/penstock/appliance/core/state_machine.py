@@ -35,8 +35,8 @@ from penstock.appliance.journal.journal import Journal
 from penstock.appliance.journal.snapshot_index import DurableSnapshot, SlotKey, SnapshotIndex
 from penstock.appliance.limits import Limits
 from penstock.proto.errors import InputFnNotAllowedError, SupersededError, UnknownRunError
-from penstock.proto.rpc.channel import detail_of
 from penstock.proto.rpc.credentials.tickets import expiry
+from penstock.proto.rpc.wire_errors import detail_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 RETURN_S = 25.0

@@ -36,7 +36,7 @@ from penstock.proto.errors import (
     error_named,
 )
 from penstock.proto.rpc.bounds.message_bounds import owned
-from penstock.proto.rpc.channel import error_of
+from penstock.proto.rpc.wire_errors import error_of
 from penstock.proto.state.epoch_labels import to_messages
 from penstock.proto.state.position import Position, advance, chain_at
 from penstock.proto.v1 import coordinator_pb2 as pb

@@ -16,7 +16,8 @@ from penstock.appliance.core.state_queries import StateQueries
 from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.errors import MemoryLimitError, OverloadedError, SupersededError
 from penstock.proto.rpc.bounds.message_bounds import owned
-from penstock.proto.rpc.channel import VERSION, detail_of
+from penstock.proto.rpc.version import VERSION
+from penstock.proto.rpc.wire_errors import detail_of
 from penstock.proto.state.position import EPOCHS_AHEAD
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2

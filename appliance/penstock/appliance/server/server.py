@@ -29,8 +29,9 @@ from penstock.appliance.server.queue_probe import QueueProbe
 from penstock.appliance.server.service import Service
 from penstock.appliance.server.topic_signals import TopicSignals
 from penstock.proto.errors import JournalError
-from penstock.proto.rpc.addresses import loopback
-from penstock.proto.rpc.channel import RunningServer, Tls, host_id, server_aio
+from penstock.proto.rpc.addresses import host_id, loopback
+from penstock.proto.rpc.channel import RunningServer, server_aio
+from penstock.proto.rpc.tls import Tls
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.lifetime import Parent

@@ -50,7 +50,8 @@ from penstock.proto.errors import (
 from penstock.proto.rpc.auth_interceptor import credential, jobs_share_token
 from penstock.proto.rpc.bounds.reply_parts import VALUE_MAX, blob_name
 from penstock.proto.rpc.calls import pieces
-from penstock.proto.rpc.channel import CHUNK, detail_of, error_of
+from penstock.proto.rpc.channel import CHUNK
+from penstock.proto.rpc.wire_errors import detail_of, error_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer

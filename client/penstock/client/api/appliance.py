@@ -49,10 +49,11 @@ from penstock.proto.errors import (
     PenstockError,
 )
 from penstock.proto.lane.frames import LANE_PROTOCOL
-from penstock.proto.rpc.addresses import refuse_clear_token, socket_path
+from penstock.proto.rpc.addresses import host_id, is_local, refuse_clear_token, socket_path
 from penstock.proto.rpc.calls import CoordinatorClient
-from penstock.proto.rpc.channel import VERSION, Tls, host_id, is_local, read_token
-from penstock.proto.rpc.credentials.tokens import admin_tokens
+from penstock.proto.rpc.credentials.tokens import admin_tokens, read_token
+from penstock.proto.rpc.tls import Tls
+from penstock.proto.rpc.version import VERSION
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from penstock.client.api.appliance import Appliance
 from penstock.client.stream.streams import NO_WORKER, Reader, StreamRun, StreamStats
 from penstock.proto.errors import EmptyInputError, PenstockError
-from penstock.proto.rpc.channel import detail_of
+from penstock.proto.rpc.wire_errors import detail_of
 from penstock.proto.state.counts import by_key, by_source, imbalance_of
 from penstock.proto.state.restartable import is_pure
 from penstock.proto.tracebacks import warn_user

@@ -115,7 +115,7 @@ class RunLink:
     receiver: Callable[[], str]
     """Returns the address of this process's receiver for batches from other hosts, which it starts if none runs."""
     host: str
-    """By which workers on the same host are recognised; see penstock.proto.rpc.channel.host_id."""
+    """By which workers on the same host are recognised; see penstock.proto.rpc.addresses.host_id."""
     folder: Path | None
     """Folder of the coordinator's Unix socket, in which workers' lanes are too; None if it has none."""
     force_tcp: bool

@@ -35,7 +35,7 @@ from penstock.proto.errors import (
 from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, MAX_UNUSED, Frame, counts_of
 from penstock.proto.lane.ring import MAX_ENTRIES
 from penstock.proto.lane.tcp import USER_TIMEOUT_S
-from penstock.proto.rpc.channel import error_of
+from penstock.proto.rpc.wire_errors import error_of
 from penstock.proto.state.epoch_labels import put_label, to_messages
 from penstock.proto.state.position import Position, advance
 from penstock.proto.state.restartable import by_own_methods

@@ -31,7 +31,9 @@ def token_source() -> str:
 def coordinator_tokens(file: str | os.PathLike[str] | None, state_dir: Path | None) -> str:
     """Return the tokens that a coordinator accepts (one, or lines `role:token`): those of `file`, else of the
     environment or the settings file, else a new one for all roles in `state_dir` (None: nothing on disk)."""
-    from penstock.proto.rpc.channel import read_tokens  # not before the command says that gRPC is to be quiet
+    from penstock.proto.rpc.credentials.tokens import (
+        read_tokens,  # not before the command says that gRPC is to be quiet
+    )
 
     if file is not None or token_source():
         return read_tokens(file)

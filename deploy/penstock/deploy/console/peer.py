@@ -45,7 +45,7 @@ class Peer:
         return resolve(PeerSettings, **flags)
 
     def token(self) -> str:
-        from penstock.proto.rpc.channel import read_token
+        from penstock.proto.rpc.credentials.tokens import read_token
 
         file = self._settings.tokens_in(self._token_file)
         if file is None and self._announcement is not None and not self._has_other_token:

@@ -15,8 +15,8 @@ from penstock.deploy.console.command_token import coordinator_tokens
 from penstock.deploy.console.settings import CoordinatorSettings, WorkerSettings, describe, resolve, slot_budgets
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import is_local, socket_path
-from penstock.proto.rpc.channel import VERSION, read_token
-from penstock.proto.rpc.credentials.tokens import Tokens, admin_tokens
+from penstock.proto.rpc.credentials.tokens import Tokens, admin_tokens, read_token
+from penstock.proto.rpc.version import VERSION
 from penstock.runtime.config.settings import IN_MEMORY
 from penstock.runtime.config.sizes import bytes_of
 from penstock.runtime.files.atomic_files import write_whole

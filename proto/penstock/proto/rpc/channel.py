@@ -1,8 +1,7 @@
 """gRPC channels and servers. Only this module opens them.
 
 Keepalive (a server disconnects a client that pings too often), message limits, authentication and protocol number must
-match between the two ends, and a mismatch gives no clear error. So the settings of both are together here. The module
-also offers what most users need of addresses, wire_errors, tokens, auth_interceptor and tls."""
+match between the two ends, and a mismatch gives no clear error. So the settings of both are together here."""
 
 from __future__ import annotations
 
@@ -18,35 +17,14 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
-from penstock.proto.rpc.addresses import grpc_target, host_id, is_local, refuse_strangers, refuse_unsafe, socket_path
+from penstock.proto.rpc.addresses import grpc_target, refuse_strangers, refuse_unsafe, socket_path
 from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
 from penstock.proto.rpc.credentials.callers import Callers
-from penstock.proto.rpc.credentials.tokens import FromFile, Tokens, read_token, read_tokens
-from penstock.proto.rpc.tls import Renewing, Tls, load_tls
-from penstock.proto.rpc.version import PROTOCOL, VERSION
-from penstock.proto.rpc.wire_errors import METADATA_MAX, detail_of, error_of, translating
+from penstock.proto.rpc.credentials.tokens import FromFile, Tokens
+from penstock.proto.rpc.tls import Renewing, Tls
+from penstock.proto.rpc.wire_errors import METADATA_MAX
 from penstock.runtime.process.open_files import connections_max
 from penstock.runtime.telemetry.counters import CallCounters
-
-__all__ = [
-    "CHUNK",
-    "PROTOCOL",
-    "SERVICE",
-    "VERSION",
-    "RunningServer",
-    "Tls",
-    "connect",
-    "connect_aio",
-    "detail_of",
-    "error_of",
-    "host_id",
-    "is_local",
-    "load_tls",
-    "read_token",
-    "read_tokens",
-    "server_aio",
-    "translating",
-]
 
 CHUNK = 512 * 1024
 """Bytes of a part of a large value, far below the limit of messages."""

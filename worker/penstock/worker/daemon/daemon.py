@@ -18,11 +18,12 @@ from typing import Any
 
 from penstock.proto.errors import OverloadedError, PenstockError, SupersededError
 from penstock.proto.lane.frames import LANE_PROTOCOL
-from penstock.proto.rpc.addresses import socket_path
+from penstock.proto.rpc.addresses import host_id, socket_path
 from penstock.proto.rpc.bounds.polling import HOLD_S, MOST, PollPace, intervals, within
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.rpc.channel import VERSION, detail_of, host_id
 from penstock.proto.rpc.credentials.tickets import check_ticket
+from penstock.proto.rpc.version import VERSION
+from penstock.proto.rpc.wire_errors import detail_of
 from penstock.proto.state.loader_names import BY_VALUE, MAIN
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import LivenessWriter

@@ -36,8 +36,8 @@ from penstock.proto.lane import tcp
 from penstock.proto.lane.frames import CLOSE, ERROR, LANE_PROTOCOL, MAX_FRAME, Frame, check_peer, framed
 from penstock.proto.lane.tls_socket import PEEKED, TlsSocket, accept_tls, looks_like_tls, when_readable
 from penstock.proto.rpc.addresses import refuse_unsafe
-from penstock.proto.rpc.channel import Tls, detail_of
-from penstock.proto.rpc.tls import Renewing, dns_names, no_tls_here
+from penstock.proto.rpc.tls import Renewing, Tls, dns_names, no_tls_here
+from penstock.proto.rpc.wire_errors import detail_of
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.telemetry.logs import RepeatedWarnings
 from penstock.worker.daemon.sender import Sender

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.rpc.channel import Tls
+from penstock.proto.rpc.tls import Tls
 from penstock.runtime.process.free_memory import free_memory
 from penstock.worker.processes.runner_user import RunnerUser, find_user, sees_shared_memory
 

@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any
 
 from penstock.proto.errors import JournalError, PenstockError, WorkerLostError
-from penstock.proto.rpc.channel import detail_of
-from penstock.proto.rpc.wire_errors import cut
+from penstock.proto.rpc.wire_errors import cut, detail_of
 from penstock.proto.state.assignment import WORKER_INFO_TEXTS
 from penstock.proto.state.position import EPOCHS_AHEAD
 from penstock.proto.state.restartable import by_own_methods

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from penstock.proto.errors import DeadlineError, NotRestartableError, PenstockError, StateUnavailableError
-from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.rpc.wire_errors import detail_of, error_of
 from penstock.proto.state.envelope import with_bytes
 from penstock.proto.state.loader_names import name_of
 from penstock.proto.state.position import link_between
