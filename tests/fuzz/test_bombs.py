@@ -28,7 +28,7 @@ def _bombs() -> dict[str, Callable[[], object]]:
     from penstock.proto.lane.compression import Unpacker, check_claim, load
     from penstock.proto.state.codec import decode_state, encode_state
     from penstock.proto.v1 import lane_pb2
-    from penstock.worker.processes.control_channel import SEALS, LargeMessage
+    from penstock.worker.processes.control_channel import MAX_PAYLOAD, SEALS, LargeMessage
 
     def tree(node: str) -> bytes:
         text = node.encode().ljust(-(-len(node) // 16) * 16)
@@ -70,7 +70,7 @@ def _bombs() -> dict[str, Callable[[], object]]:
         os.write(memory, struct.pack("<I", text) + b"{}")
         os.truncate(memory, size)
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, SEALS)
-        return LargeMessage([memory]).read()
+        return LargeMessage([memory]).read(MAX_PAYLOAD)
 
     torch.zeros(1)
     return {
