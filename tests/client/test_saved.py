@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +42,16 @@ def through_a_file(value: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def test_a_state_prints_as_a_line_and_is_a_dict_to_others() -> None:
+    state = SavedState(0, "streams:counter", 4, 0, 0, 7, aggregated={"table": list(range(9999))}).to_dict()
+    shown = "[<State of streams:counter, step 0; dict() of it shows its 2 items>]"
+    assert repr([copy.deepcopy(state)]) == repr([state]) == shown
+    for back in (through_a_file(state), pickle.loads(pickle.dumps(state)), decode_state(encode_state(state))):
+        assert back == state
+        assert type(back) in (dict, OrderedDict)
+        assert read(back).aggregated == {"table": state["table"]}
 
 
 @pytest.mark.parametrize("methods", [0, 2, 4])

@@ -32,6 +32,7 @@ from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.counts import COUNTS, Rows, counts_part
 from penstock.proto.state.loader_names import loader_name
 from penstock.proto.state.position import MOST, Position
+from penstock.proto.state.state_dict import StateDict
 from penstock.proto.v1 import records_pb2
 
 KEY = "__penstock__"
@@ -137,7 +138,12 @@ class SavedState:
         counts = self.aggregated.get(COUNTS) if isinstance(self.aggregated, Mapping) else None
         return counts_part(counts, box, num_boxes, 0) if isinstance(counts, Mapping) and "boxes" in counts else {}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> StateDict:
+        made = StateDict(self._items())
+        made.about = f"{self.label}, step {self.step}"
+        return made
+
+    def _items(self) -> dict[str, Any]:
         names = ("step", "input_fn", "methods", "num_boxes", "num_workers_per_box", "seed", "full_digest")
         record: dict[str, Any] = {
             **{name: getattr(self, name) for name in names},

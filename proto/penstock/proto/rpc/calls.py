@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import grpc
+from penstock.proto.rpc.quiet_grpc import grpc  # before grpc_health imports it
+
+# isort: split
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 

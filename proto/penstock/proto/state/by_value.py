@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import json
+import linecache
+import os
 import pickle
 import sys
 import types
@@ -37,14 +40,20 @@ def dump(value: object) -> tuple[bytes, str]:
         if way:
             where = f", which {way} is: open or make it in each process, at its first use"
         raise pickle.PicklingError(f"{error}{where}") from error
+    sources = {name: linecache.getlines(name) for name in pickler.files if not os.path.exists(name)}
+    file.write(json.dumps(sources).encode())
     return file.getvalue(), pickler.of_main
 
 
 def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
     """Return the value of a pickle of this user. `main`: returns the training script as a module."""
-    unpickler = _Unpickler(io.BytesIO(data))
+    file = io.BytesIO(data)
+    unpickler = _Unpickler(file)
     unpickler.main = main
-    return unpickler.load()
+    value = unpickler.load()
+    for name, lines in json.loads(file.read()).items():
+        linecache.cache[name] = sum(map(len, lines)), None, lines, name
+    return value
 
 
 def _way_to(culprit: Any, value: Any) -> str:
@@ -80,6 +89,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     newest: Any = None
     """Object that is pickled at the moment."""
 
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.files = set[str]()
+        """Files of the code. The cells of a notebook are none, so their lines are sent too, for tracebacks."""
+
     def reducer_override(self, value: Any) -> Any:
         """Pickle a function that functools.lru_cache wraps as code, if no worker can import it by name."""
         if type(value) is functools._lru_cache_wrapper and not _is_importable(value):
@@ -89,6 +103,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
         """Name under which a worker finds a function or class of the training script, loaded as another module."""
         self.newest = value
+        if isinstance(value, types.CodeType):
+            self.files.add(value.co_filename)
         if isinstance(value, type | types.FunctionType) and not str(value.__module__).startswith("cloudpickle"):
             self.last = value.__qualname__
         if not isinstance(value, type | types.FunctionType) or value.__module__ not in MAIN_NAMES:

@@ -68,6 +68,7 @@ from penstock.proto.state.envelope import (
     Node,
     opened,
 )
+from penstock.proto.state.state_dict import StateDict
 
 _PADDING = [b"\0" * n for n in range(ALIGN)]
 _NUMBERS_FROM = 32  # items from which a list of numbers becomes a blob; a shorter one costs no more as JSON
@@ -473,6 +474,7 @@ _PACK: dict[type[Any], Callable[[Any, _Blobs, int], Node]] = {
     set: _pack_set,
     frozenset: _pack_set,
     dict: _pack_dict,
+    StateDict: _pack_dict,
     OrderedDict: _pack_ordered,
     slice: lambda value, blobs, depth: {
         "$": _pack_items((value.start, value.stop, value.step), ["slice"], blobs, depth)

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from penstock.proto.v1 import records_pb2
@@ -77,7 +77,7 @@ class DataLoaderCheckpoint:
     samples_streamed: int
     """Number of samples (rows of the first dimension) in worker_step's batches. A loader whose state counts over all
     launches adds those of the loaded state."""
-    user_state_dict: Any = None
+    user_state_dict: Any = field(default=None, repr=False)  # of any length
     """State that the loader's state_dict() returned; None in the result of `get_worker_state()`."""
     lifetime_appliance_step: int = 0
     """Number of batches delivered to the box's training loop in all launches: the step of `state_dict()`."""
