@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +33,11 @@ with Appliance(num_workers_per_box=2, seed=1, timeout_s=60) as appliance:
     steps = DataExecutor(DataLoader(streams.counter, 10), num_steps=20, appliance=appliance)
     print(sorted(int(batch["number"]) for batch in steps))
 """
-NUMBERS = f"{[*range(1, 11), *range(1001, 1011)]}\n"
+
+
+def numbers(worker: int) -> list[int]:
+    """Return what TRAIN gets from this worker and the next."""
+    return [1000 * one + number for one in (worker, worker + 1) for number in range(1, 11)]
 
 
 class Machines:
@@ -125,7 +130,7 @@ def test_an_authority_of_openssl(machines: Machines) -> None:
     worker, train, status = COMMANDS.splitlines()
     machines.start("head", coordinator.replace("DIR", "state"))
     machines.start("node", f"{worker} --name far")
-    assert machines.run("node", train) == NUMBERS
+    assert machines.run("node", train) == f"{numbers(0)}\n"
     before = machines.workers(status)
 
     stolen = status.replace("admin.pem", "stolen.pem")
@@ -158,7 +163,7 @@ def test_an_authority_of_openssl(machines: Machines) -> None:
     assert refused(machines, stolen, "certificate")
     put(node / "stolen.pem", "".join((held[admin][0], ca, new, held[admin][2])))
     assert refused(machines, stolen, "certificate"), "also for whom trusts the new CA"
-    assert machines.run("node", train) == NUMBERS
+    assert machines.run("node", train) == f"{numbers(0)}\n"
 
 
 def test_all_files_of_a_fleet_are_revoked(machines: Machines) -> None:
@@ -188,8 +193,64 @@ def test_all_files_of_a_fleet_are_revoked(machines: Machines) -> None:
         assert refused(machines, status, "certificate")
         copied()
         until(lambda: set(machines.workers(status)) == {"far", "penstock-1"}, 60)
-        assert machines.run("node", train) == NUMBERS
+        assert machines.run("node", train) == f"{numbers(0)}\n"
         put(stolen, stolen.read_text() + parts_of(machines.node / "client.pem")[1])
         assert refused(machines, status.replace("admin.pem", "stolen.pem"), "certificate"), "the new CA is no secret"
     finally:
         machines.run("head", "penstock down --dir fleet")
+
+
+# --------------------------------------------------------------------------------------------------------------- Slurm
+
+SRUN = """#!/bin/bash
+trap : TERM # it ends with its tasks
+while [[ $1 == --* ]]; do shift; done
+SLURM_PROCID=0 $HEAD "$@" &
+SLURM_PROCID=1 $NODE "$@" &
+while [ -n "$(jobs -pr)" ]; do wait; done
+"""
+"""Replaces Slurm's srun: a task on each node."""
+
+
+def test_slurm_with_tls(machines: Machines) -> None:
+    """service.sbatch and train.sbatch with the settings of the page, and files that openssl made. No clear text."""
+    shared, programs = machines.head.with_name("penstock"), machines.node
+    shared.mkdir()
+    subprocess.run(["bash", "-euo", "pipefail", "-c", OPENSSL], cwd=shared, check=True, capture_output=True)
+    (programs / "srun").write_text(SRUN)
+    (programs / "srun").chmod(0o755)
+    (programs / "named").write_text('#!/bin/sh\nhostname "$1"; shift; exec "$@"\n')
+    (programs / "named").chmod(0o755)
+    network = machines.network
+    nodes = {
+        host: [*network.inside(host), "unshare", "--uts", str(programs / "named"), network.addresses[host]]
+        for host in ("head", "node")
+    }
+    (settings,) = (block.text for block in blocks(REPO / "docs/deploy.md") if "sbatch --nodes" in block.text)
+    exports = "".join(line + "\n" for line in settings.splitlines() if line.startswith("export "))
+    environment = machines.environment | {
+        "PATH": f"{programs}:{machines.environment['PATH']}",
+        "HOME": str(shared.parent),
+        **{host.upper(): " ".join(prefix) for host, prefix in nodes.items()},
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NAME": "penstock",
+        "SLURM_CPUS_PER_TASK": "2",
+        "PENSTOCK_STATE_DIR": str(shared / "state"),
+    }
+
+    def job(template: str, *arguments: str) -> list[str]:
+        script = f'{exports.replace("ourpackage.data", "streams")} exec bash {REPO}/deploy/slurm/{template}.sbatch "$@"'
+        return [*nodes["head"], "bash", "-c", script, "job", *arguments]
+
+    with subprocess.Popen(job("service"), env=environment, cwd=shared, start_new_session=True) as service:
+        try:
+            until(lambda: service.poll() is not None or (shared / "address").exists(), 60)
+            train = job("train", str(programs / "train.py"))
+            trained = subprocess.run(train, env=environment, cwd=shared, stdout=subprocess.PIPE, text=True, timeout=120)
+            assert trained.returncode == 0
+            assert sorted(trained.stdout.splitlines()) == [str(numbers(0)), str(numbers(2))]
+            assert not (shared / "token").exists()
+        finally:
+            os.killpg(service.pid, signal.SIGTERM)
+        assert service.wait(60) == 0
