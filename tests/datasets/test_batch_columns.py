@@ -309,7 +309,6 @@ def test_files_of_other_types_are_joined(tmp_path: Path, by_column: list[int]) -
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_damage_is_named_as_by_rows(kind: str, tmp_path: Path) -> None:
-    """By the batch that has it, though the columns of several are read together."""
     FORMATS[kind](tmp_path, pyarrow.table({"text": [f"row {i}" for i in range(90)]}), 90)
     for path in tmp_path.glob(f"*.{kind}"):
         path.write_bytes(path.read_bytes().replace(b"row 75", b"row \xff5"))

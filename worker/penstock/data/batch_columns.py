@@ -38,10 +38,6 @@ class ColumnSource:
         """
         raise NotImplementedError
 
-    def is_at_hand(self, samples: Ints) -> bool:
-        """Return True if the files of these samples are open, so that a read need not wait for a download."""
-        raise NotImplementedError
-
 
 def columns_match_samples(dataset: Any) -> bool:
     """Return False for other datasets, and if a subclass overrides one of ROW_METHODS and not `get_columns`: its own

@@ -448,10 +448,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             parts.append((chosen, columns))
         return joined(len(samples), parts)
 
-    def is_at_hand(self, samples: Ints) -> bool:
-        shards = np.searchsorted(self._units.bounds, samples, side="right") - 1
-        return all(self._open.peek(shard) is not None for shard, _ in by_number(shards))
-
     def _overridden(self, index: int) -> dict[str, Any]:
         what = f"{type(self).__qualname__} for sample {index}"
         try:

@@ -116,10 +116,6 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         rows = np.arange(begin, begin + len(samples))
         return {name: column.batch(rows) for name, column in table.columns}
 
-    def is_at_hand(self, samples: Ints) -> bool:
-        """Return True for all rows, because Penstock downloads no files of a Lance dataset."""
-        return True
-
     def _taken(self, numbers: list[int]) -> list[dict[str, Any]]:
         if not numbers:
             return []

@@ -20,7 +20,6 @@ from penstock.data.loading.collating import (
     may_draw,
     name_rows,
 )
-from penstock.data.loading.columns_ahead import ColumnsAhead
 from penstock.data.loading.counting import CountedBatch, LeftOut, SampleCounter, skipped_rows
 from penstock.data.loading.keyed_random import Generators, Seeds, seeds_of
 from penstock.data.ordering.epoch_plan import BatchPlan
@@ -121,23 +120,17 @@ class MapReader:
     def _read(self, plan: BatchPlan) -> list[Any]:
         return self._all(plan) if self._key is None else self._each(plan, self._key)
 
-    def columns_ahead(self) -> ColumnsAhead:
-        return ColumnsAhead(self.dataset)
-
-    def read(
-        self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()
-    ) -> list[Any] | Columns:
-        """Return whole columns if the batch can be made from them, otherwise samples. `ahead`, `plans`: see
-        `ColumnsAhead.take`."""
+    def read(self, plan: BatchPlan) -> list[Any] | Columns:
+        """Return whole columns if the batch can be made from them, otherwise samples."""
         if self._by_column and not plan.empty and collates_as_torch():
-            columns: Columns | None = self.dataset.get_columns(plan.ids) if ahead is None else ahead.take(plan, plans)
+            columns: Columns | None = self.dataset.get_columns(plan.ids)
             if columns is not None:
                 return columns
         return self.samples(plan)
 
-    def batch(self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()) -> Any:
+    def batch(self, plan: BatchPlan) -> Any:
         if not self.reseeds:
-            return self._collated(plan, self.read(plan, ahead, plans))
+            return self._collated(plan, self.read(plan))
         return self._generators.drawn(lambda: self._seeded(plan, self._rows(plan)))
 
     def collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:

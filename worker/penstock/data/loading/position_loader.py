@@ -268,17 +268,12 @@ class _Epoch(Iterator[Any]):
         self._loader, self._worker_batches, self._number = loader, own_batches, loader._epochs_begun
         threads = loader._threads
         self._fetcher = ReadAhead(own_batches, loader._reader, threads) if threads else None
-        self._ahead = loader._reader.columns_ahead()
         self._ready: list[BatchPlan] = []
         """The next batch last."""
 
     def __next__(self) -> Any:
         loader, plan = self._loader, self._plan()
-        batch = (
-            loader._reader.batch(plan, self._ahead, self._ready)
-            if self._fetcher is None
-            else self._fetcher.take(loader._done)
-        )
+        batch = loader._reader.batch(plan) if self._fetcher is None else self._fetcher.take(loader._done)
         counted = kept = None
         if loader._counts.tally is not None:
             batch, counted, kept = batch
