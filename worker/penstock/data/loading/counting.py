@@ -101,9 +101,9 @@ class SampleCounter:
         if not samples:
             return {}
         sources = [""] * len(samples) if sources is None else sources
-        keys = [""] * len(samples) if self._by is None else self._keys(samples)
+        keys = [""] * len(samples) if self._by is None else list(map(self._key, samples))
         if parts is None or not all(parts):
-            lengths = self._lengths(samples)
+            lengths = list(map(self._length, samples))
         else:
             lengths = [None] * len(samples)  # those of the parts are used
         if parts is not None:
@@ -126,24 +126,6 @@ class SampleCounter:
         if not isinstance(value, bool | int | np.bool_):
             raise DatasetError(f"Counts(truncated=...) must give True or False for each sample, got {value!r:.100}")
         return bool(value)
-
-    def _keys(self, samples: Sequence[Any]) -> list[str]:
-        values = _column(samples, self._by)
-        if values is not None and set(map(type, values)) == {str}:
-            return list(map(cut_name, values))
-        return list(map(self._key, samples))
-
-    def _lengths(self, samples: Sequence[Any]) -> list[int | None]:
-        """Return the tokens of each sample; of dicts of tensors faster than by `_length`."""
-        name = self._tokens
-        if name is None and type(samples[0]) is dict:
-            name = next((field for field in TOKEN_FIELDS if field in samples[0]), None)
-        values = _column(samples, name)
-        if values is not None and set(map(type, values)) == {torch.Tensor}:
-            sizes = [value.shape for value in values]
-            if all(sizes):
-                return [size[0] for size in sizes]
-        return list(map(self._length, samples))
 
     def _key(self, sample: Any) -> str:
         assert self._by is not None
@@ -182,16 +164,6 @@ class SampleCounter:
                 f"Counts(tokens=...) must give 0 to {MOST_TOKENS}, or a value with len(), got {value!r:.100}"
             )
         return int(length)
-
-
-def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
-    """Return field `name` of each sample; None unless all are dicts with it."""
-    if isinstance(name, str) and type(samples[0]) is dict:
-        try:
-            return [sample[name] for sample in samples]
-        except (KeyError, TypeError):
-            pass  # the slow path raises the right error
-    return None
 
 
 def _row_of(lengths: list[int | None]) -> Row:
