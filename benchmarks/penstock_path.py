@@ -9,6 +9,7 @@ of the same host; "tcp" sends the same batches over loopback, through sender and
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -46,8 +47,9 @@ class Penstock(Way):
 
     @contextmanager
     def open(self, case: Case) -> Iterator[Iterator[Any]]:
+        os.environ["PENSTOCK_LANE"] = self.lane
         # One appliance for each opening: a kept one also keeps what earlier runs left in the daemons.
-        with Appliance(num_workers_per_box=1, timeout_s=TIMEOUT_S, lane=self.lane) as appliance:
+        with Appliance(num_workers_per_box=1, timeout_s=TIMEOUT_S) as appliance:
             loader = DataLoader(source, **case.to_json())
             executor = DataExecutor(loader, checkpoint_steps=case.checkpoint_every, appliance=appliance)
             batches = cast(Generator[Any, None, None], iter(executor))

@@ -73,9 +73,10 @@ class Fleet:
     def __init__(self, folder: str, slots: int = 2) -> None:
         self._slots = slots
         self.token = secrets.token_hex(16)
+        os.environ |= {"PENSTOCK_TOKEN": self.token, "PENSTOCK_INSECURE": "true"}
         root = str(Path(__file__).parent.parent)
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._environment = {**os.environ, "PENSTOCK_TOKEN": self.token, "PYTHONPATH": path}
+        self._environment = {**os.environ, "PYTHONPATH": path}
         self._coordinator, self.address = self._start("penstock.appliance", "--state-dir", folder)
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("one", "two"):
@@ -126,12 +127,10 @@ def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int, fir
     killed process had not made. `what`: the process to kill, "runner" or "daemon". `first`: number of batches before
     the first kill."""
     found: list[float] = []
+    os.environ["PENSTOCK_LANE"] = lane
     with Appliance(
         fleet.address,
         job=f"{what}-{lane}-{first}",
-        token=fleet.token,
-        insecure=True,
-        lane=lane,
         num_workers_per_box=1,
         box=0,
         num_boxes=1,
@@ -160,14 +159,12 @@ def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int, first
     """Drain the slot's worker `drains` times. Return, for each migration of the slot, the longest wait of the loop for
     a batch meanwhile, in seconds. `first`: number of batches before the first drain."""
     found: list[float] = []
+    os.environ["PENSTOCK_LANE"] = lane
     with (
         CoordinatorClient(fleet.address, fleet.token, insecure=True) as client,
         Appliance(
             fleet.address,
             job=f"drained-{lane}-{first}",
-            token=fleet.token,
-            insecure=True,
-            lane=lane,
             num_workers_per_box=1,
             box=0,
             num_boxes=1,

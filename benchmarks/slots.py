@@ -81,8 +81,9 @@ def ready_batches(batches: Generator[Any, None, None], order: Order, rate: float
 def run(slots: int, seconds: float, lane: str) -> dict[str, Any]:
     root = os.getpid()
     alone = one_source(min(1.0, seconds))
+    os.environ["PENSTOCK_LANE"] = lane
     begun = time.perf_counter()
-    with Appliance(num_workers_per_box=slots, timeout_s=60, lane=cast(Any, lane)) as appliance:
+    with Appliance(num_workers_per_box=slots, timeout_s=60) as appliance:
         created = time.perf_counter()
         batches = cast(Generator[Any, None, None], iter(DataExecutor(DataLoader(asleep), appliance=appliance)))
         order = Order(slots)

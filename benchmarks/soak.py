@@ -85,8 +85,9 @@ def soak(lane: Literal["auto", "tcp"], batches: int) -> bool:
     """Take `batches` batches over one kind of lane, and print how much each process has grown. Return True if the
     growth is within the limits."""
     first, started = batches // 10, time.perf_counter()
+    os.environ["PENSTOCK_LANE"] = lane
     with (
-        Appliance(num_workers_per_box=1, lane=lane) as appliance,
+        Appliance(num_workers_per_box=1) as appliance,
         closing(cast(Any, iter(DataExecutor(DataLoader(source), appliance=appliance)))) as stream,
     ):
         for _ in range(first):

@@ -57,9 +57,7 @@ def _job(fleet: Fleet, number: int, timeout_s: float, together: threading.Barrie
     """Run one job to its end. Return the seconds until its first batch. `together`: barrier at which all jobs wait, to
     open at the same moment."""
     name = f"storm{number}"
-    appliance = Appliance(
-        fleet.address, job=name, token=fleet.token, insecure=True, seed=number, num_boxes=1, box=0, timeout_s=timeout_s
-    )
+    appliance = Appliance(fleet.address, job=name, seed=number, num_boxes=1, box=0, timeout_s=timeout_s)
     loader = DataLoader(slow_batches)
     together.wait()
     began = time.monotonic()
@@ -106,8 +104,6 @@ class Savers:
             with Appliance(
                 self._fleet.address,
                 job="saves",
-                token=self._fleet.token,
-                insecure=True,
                 num_workers_per_box=1,
                 num_boxes=self._boxes,
                 box=box,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import streams
+from appliances import made
 from census import children
 from waiting import until
 
@@ -143,7 +144,7 @@ def test_failed_daemon_is_explained_by_its_output(
 def test_unreachable_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REACH_S", 0.3)
     with (
-        Appliance("127.0.0.1:9", token="t") as appliance,
+        made("127.0.0.1:9", token="t") as appliance,
         pytest.raises(CoordinatorUnavailableError, match=r"127\.0\.0\.1:9 cannot be reached.*tried for 0\.3 s"),
     ):
         iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))

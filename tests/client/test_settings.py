@@ -10,14 +10,16 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from appliances import made
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.api import appliance_settings
-from penstock.client.api.appliance_settings import ApplianceOptions, Launcher, LocalOptions, attempt_key, resolve
+from penstock.client.api.appliance_settings import ApplianceOptions, Launcher, attempt_key, resolve
 from penstock.client.testing import FakeAppliance
 from penstock.proto.errors import AuthenticationError, BoxOutOfRangeError, InvalidArgumentError
 from penstock.proto.lane.compression import require
 from penstock.runtime.config.job_settings import JobSettings
+from penstock.runtime.moved_names import MOVED
 
 TORCHRUN = {
     "RANK": "3",
@@ -45,10 +47,22 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_arguments_are_declared_alike() -> None:
-    assert set(inspect.signature(Appliance).parameters) == set(JobSettings.model_fields)
+    assert set(inspect.signature(Appliance).parameters) < set(JobSettings.model_fields)
     source = inspect.getsource(appliance_settings)
     assert [name for name in get_type_hints(ApplianceOptions) if f"\n    {name}: " not in source] == []
-    assert set(inspect.signature(FakeAppliance).parameters) - {"faults"} == LocalOptions.__optional_keys__
+    assert set(inspect.signature(FakeAppliance).parameters) - {"faults"} == ApplianceOptions.__optional_keys__
+
+
+def test_what_operators_set_is_no_argument() -> None:
+    options = inspect.signature(Appliance).parameters
+    moved = MOVED["Appliance"].arguments
+    assert len(options) == 11
+    assert set(JobSettings.model_fields) | {"token"} == set(options) | set(moved)
+    for name, remedy in moved.items():
+        with pytest.raises(TypeError, match=f"^Appliance has no argument '{name}': set PENSTOCK_{name.upper()}"):
+            Appliance(**{name: "x"})  # type: ignore[arg-type]
+        place = JobSettings.place(name) if name != "token" else None
+        assert place is None or f"{place[1]} in [{place[0]}] of the settings file" in remedy
 
 
 def test_an_unknown_argument_is_named() -> None:
@@ -175,10 +189,6 @@ def test_box_out_of_range_says_where_it_came_from(torchrun: pytest.MonkeyPatch) 
         resolve(num_boxes=2)
 
 
-def test_a_token_is_not_shown() -> None:
-    assert "secret" not in repr(resolve(token="secret-token"))
-
-
 # ---- what an appliance refuses before it starts anything
 
 
@@ -191,7 +201,7 @@ def test_several_boxes_are_not_embedded() -> None:
 
 def test_boxes_of_a_coordinator_need_a_job_name() -> None:
     with pytest.raises(InvalidArgumentError, match="PENSTOCK_JOB"):
-        Appliance("localhost:1", box=0, num_boxes=2, token="t")
+        made("localhost:1", box=0, num_boxes=2, token="t")
 
 
 def test_a_remote_coordinator_needs_a_token() -> None:

@@ -13,6 +13,7 @@ import pytest
 import streams
 import torch
 import torch.utils.data
+from appliances import made
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.client.testing import FakeAppliance, InputError, LostWorker, SlowBatch
@@ -207,7 +208,7 @@ def test_a_fresh_seed_is_kept_for_the_loader() -> None:
 
 
 def test_states_are_kept_as_long_as_asked() -> None:
-    with fake(retention_steps=3) as appliance:
+    with made(num_workers_per_box=0, seed=7, retention_steps=3) as appliance:
         loader = DataLoader(streams.shared_noisy)
         list(DataExecutor(loader, num_steps=8, appliance=appliance))
         assert loader.state_at(5)["__penstock__"]["step"] == 5

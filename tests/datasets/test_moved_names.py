@@ -79,10 +79,10 @@ def test_missing_attributes_and_places(hundred: Any, dataset: StreamingDataset) 
     with pytest.raises(TypeError, match="no argument 'shuffle'"):
         Own(hundred, shuffle=True)
     positions: Any = StreamingDataset
-    with pytest.raises(TypeError, match="takes 2 of its arguments by position, got 3: pass split"):
+    with pytest.raises(TypeError, match="takes 2 arguments by position, got 3: pass split"):
         positions("remote", "local", "train")
     loader: Any = StreamingLoader
-    with pytest.raises(TypeError, match="takes 1 of its arguments by position, got 2: pass batch_size"):
+    with pytest.raises(TypeError, match="takes 1 arguments by position, got 2: pass batch_size"):
         loader(dataset, 32)
     with pytest.raises(TypeError, match="no argument 'num_workers': pass fetch_threads"):
         loader(dataset, batch_size=32, num_workers=8)

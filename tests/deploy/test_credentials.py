@@ -254,11 +254,12 @@ def test_credentials_stand_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         resolve(WorkerSettings, credentials="w.pem", **own).tokens_in("/tokens")
     monkeypatch.setenv("PENSTOCK_TOKEN", "t")
     assert resolve(WorkerSettings, credentials="w.pem", **own).tokens_in() == "w.pem", "a flag precedes variables"
-    with pytest.raises(InvalidArgumentError, match="must be given without a token"):
-        Appliance("head:1", credentials="w.pem")
     monkeypatch.setenv("PENSTOCK_CREDENTIALS", "w.pem")
     with pytest.raises(InvalidArgumentError, match="got PENSTOCK_TOKEN too"):
         resolve(WorkerSettings, **own).tokens_in()
+    monkeypatch.setenv("PENSTOCK_INSECURE", "true")
+    with pytest.raises(PenstockError, match=r"w\.pem"):
+        Appliance("head:1")
     for name in ("PENSTOCK_TOKEN", "PENSTOCK_CREDENTIALS"):
         monkeypatch.delenv(name)
     file = tmp_path / "config.toml"
@@ -266,8 +267,6 @@ def test_credentials_stand_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("PENSTOCK_CONFIG", str(file))
     with pytest.raises(InvalidArgumentError, match=rf"credentials={tmp_path}/worker\.pem .*got token_file too"):
         resolve(WorkerSettings, **own).tokens_in()
-    with pytest.raises(InvalidArgumentError, match="credentials need an address"):
-        Appliance(credentials="w.pem")
 
 
 def test_page_makes_the_same_files_by_openssl(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ from typing import Any
 
 import pytest
 import streams
+from appliances import made
 from tests.deploy.conftest import DEADLINE_S, Shell
 from waiting import until
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:streams.lagging. worker slot:UserWarning")  # it was recovered
 
@@ -71,9 +72,7 @@ class Live:
     def _train(self) -> None:
         token = self.shell.environment["PENSTOCK_TOKEN"]
         try:
-            with Appliance(
-                self.address, token=token, job="lm", num_workers_per_box=4, seed=1, timeout_s=60
-            ) as appliance:
+            with made(self.address, token=token, job="lm", num_workers_per_box=4, seed=1, timeout_s=60) as appliance:
                 loader = DataLoader(streams.lagging, 0.06, LAGS)
                 for _ in DataExecutor(loader, num_steps=1 << 40, appliance=appliance):
                     time.sleep(0.004)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import streams
+from appliances import made
 from cluster import TOKEN
 from waiting import until
 
@@ -19,7 +20,7 @@ from penstock.proto.rpc.calls import CoordinatorClient
 
 def box(coordinator: Any, job: str) -> Appliance:
     address = coordinator.environment["PENSTOCK_COORDINATOR"]
-    return Appliance(address, job=job, token=TOKEN, box=0, num_boxes=1, seed=1, timeout_s=60)
+    return made(address, job=job, token=TOKEN, box=0, num_boxes=1, seed=1, timeout_s=60)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ from typing import Any
 
 import mixed
 import pytest
+from appliances import made
 from cluster import TOKEN
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def address(coordinator: Any) -> str:
 def batches(address: str) -> Iterator[Any]:
     """A job after its fifth step, which can be changed from step 6 on."""
     settings: dict[str, Any] = {"token": TOKEN, "box": 0, "num_boxes": 1, "num_workers_per_box": 2, "timeout_s": 60}
-    with Appliance(address, job="mixing", seed=1, **settings) as appliance:
+    with made(address, job="mixing", seed=1, **settings) as appliance:
         found = iter(DataExecutor(DataLoader(mixed.train), num_steps=30, appliance=appliance))
         for _ in range(5):
             next(found)

@@ -11,6 +11,7 @@ from urllib.request import urlopen
 
 import ends
 import pytest
+from appliances import made
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
 
@@ -44,7 +45,7 @@ def job(shell: Any, name: str, **settings: Any) -> Appliance:
     known = shell.environment
     usual = {"num_workers_per_box": 1, "seed": 5, "timeout_s": 60, "box": 0, "num_boxes": 1}
     given = {"job": name, "token": known["PENSTOCK_TOKEN"], **usual, **settings}
-    return Appliance(known["PENSTOCK_COORDINATOR"], **given)
+    return made(known["PENSTOCK_COORDINATOR"], **given)
 
 
 def run_jobs(shell: Any) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import streams
+from appliances import made
 from waiting import until
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 from penstock.deploy.operations.show_state import as_dict as state_dict
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.codec import encode_state
@@ -46,7 +47,7 @@ def running(coordinator: Any) -> Iterator[Running]:
     coordinator.start("worker", "--slots", "4", "--allow", "streams", "--name", "w1")
     shell = coordinator.environment
     address, token = shell["PENSTOCK_COORDINATOR"], shell["PENSTOCK_TOKEN"]
-    with Appliance(address, token=token, job="job", num_workers_per_box=2, seed=5, timeout_s=60) as appliance:
+    with made(address, token=token, job="job", num_workers_per_box=2, seed=5, timeout_s=60) as appliance:
         executor = DataExecutor(DataLoader(streams.shared, 100), num_steps=50, appliance=appliance)
         steps = iter(executor)
         for _ in range(STEPS):

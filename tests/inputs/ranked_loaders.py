@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from appliances import made
 from mapped import mapped
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -20,7 +21,7 @@ OPTIONS: dict[str, Any] = {"global_batch_size": 12, "tail": "carry"}
 
 
 def appliance(address: str, token: str, job: str) -> Appliance:
-    joined = Appliance(address, num_workers_per_box=2, job=job, token=token, seed=7, timeout_s=60)
+    joined = made(address, num_workers_per_box=2, job=job, token=token, seed=7, timeout_s=60)
     joined.embedded = True  # so runners are told where our modules are
     return joined
 

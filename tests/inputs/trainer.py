@@ -23,7 +23,7 @@ import traps
 from proxy import Proxy, dial_through
 from xxhash import xxh3_64_intdigest
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 from penstock.client.stream.open_run import OpenRun
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     made = next(found for where in (traps, streams, mixed) if (found := getattr(where, options["input"], None)))
     if options.get("lane_proxy"):
         put_proxies_between()
-    with Appliance(
+    with made(
         options["address"],
         box=options.get("box", 0),
         num_boxes=options.get("boxes", 1),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import streams
 import torch
+from appliances import made
 from cluster import TOKEN
 from reading_ahead import PASS, STEPS, WHOLE, ahead_by, following, place_of, places
 
@@ -95,7 +96,7 @@ def test_before_the_first_batch_and_after_a_load(appliance: Appliance) -> None:
 def test_first_queries_use_the_given_appliance(appliance: Appliance) -> None:
     """Frameworks ask for the length before they iterate, and go by it."""
     elsewhere: dict[str, Any] = {"token": TOKEN, "job": "never begun", "box": 1, "num_boxes": 2}
-    other = Appliance("127.0.0.1:1", num_workers_per_box=3, **elsewhere)
+    other = made("127.0.0.1:1", num_workers_per_box=3, **elsewhere)
     ahead = Lookahead(DataLoader(streams.counter, PASS // 2), appliance=other)
     assert len(ahead) == 3 * (PASS // 2)
     assert ahead.box_and_num_boxes == (1, 2)

@@ -18,7 +18,7 @@ import streams
 from penstock.client import Appliance, DataLoader
 
 if __name__ == "__main__":
-    with Appliance(num_workers_per_box=2, lane="tcp", timeout_s=60) as appliance:
+    with Appliance(num_workers_per_box=2, timeout_s=60) as appliance:
         print(json.dumps([int(batch.flatten()[0]) for batch in DataLoader(streams.unsharded, 4)]))
         print(repr(appliance), appliance.settings, appliance._access, file=sys.stderr)
 """
@@ -52,6 +52,7 @@ def test_mutual_tls_training_shows_no_secret(start: Starter, pki: Pki, tmp_path:
     script.write_text(TRAIN)
     environment = {
         **os.environ,
+        "PENSTOCK_LANE": "tcp",
         "PYTHONPATH": os.pathsep.join(filter(None, [INPUTS, os.environ.get("PYTHONPATH")])),
         "PENSTOCK_COORDINATOR": coordinator.line,
         "PENSTOCK_TOKEN_FILE": str(tokens),

@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from appliances import made
 from tests.security.conftest import SECRETS, Starter, answering
 
-from penstock.client import Appliance
 from penstock.proto.errors import (
     AuthenticationError,
     InvalidArgumentError,
@@ -91,7 +91,6 @@ def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PENSTOCK_TOKEN", "worker:from-environment")
     assert read_token("worker") == "from-environment"
     assert read_token("worker", file=file) == "from-file"
-    assert read_token("worker", "given", file) == "given"
     with pytest.raises(AuthenticationError, match="PENSTOCK_TOKEN has no token for the role client"):
         read_token("client")
 
@@ -277,7 +276,7 @@ def test_no_token_is_sent_in_clear_text(address: str, tmp_path: Path, monkeypatc
     with pytest.raises(TlsError, match=words):
         CoordinatorClient(address, SECRET)
     with pytest.raises(TlsError, match=words):
-        Appliance(address, token=SECRET, num_boxes=1, box=0)
+        made(address, token=SECRET, num_boxes=1, box=0)
     arguments = ["--coordinator", address, "--slots", "1", "--allow", "streams"]
     for command in ([sys.executable, "-m", "penstock.worker", *arguments], [PENSTOCK, "worker", *arguments]):
         run = subprocess.run(

@@ -99,10 +99,10 @@ class Cluster:
     def box(self, job: str, **settings: Any) -> Appliance:
         """The one box of a job, with two workers. All jobs have one seed, so their runners are forked from one
         interpreter."""
-        from penstock.client import Appliance
+        from appliances import made
 
         usual = {"num_workers_per_box": 2, "seed": 5, "token": TOKEN, "timeout_s": 60, "box": 0, "num_boxes": 1}
-        return Appliance(self.address, job=job, **{**usual, **settings})
+        return made(self.address, job=job, **{**usual, **settings})
 
     def add_worker(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from appliances import made
+
 from penstock.client import Appliance
 
 __all__ = ["beside"]
@@ -18,6 +20,6 @@ def beside(embedded: Appliance, **settings: Any) -> Appliance:
     access = embedded._access
     assert access is not None, "no appliance that has daemons of its own"
     job = f"{access.job}-beside-{next(_jobs)}"
-    joined = Appliance(access.address, **{"token": access.token, "job": job, "seed": 7, "timeout_s": 60, **settings})
+    joined = made(access.address, **{"token": access.token, "job": job, "seed": 7, "timeout_s": 60, **settings})
     joined.embedded = True  # so runners are told where our modules are
     return joined

@@ -157,7 +157,7 @@ import streams
 from penstock.client import Appliance, DataExecutor, DataLoader
 
 if __name__ == "__main__":
-    with Appliance(num_workers_per_box=1, lane="tcp", timeout_s=60) as appliance:
+    with Appliance(num_workers_per_box=1, timeout_s=60) as appliance:
         print(len(list(DataExecutor(DataLoader(streams.counter, 4), num_steps=4, appliance=appliance))))
 """
 
@@ -171,7 +171,7 @@ def test_only_ipv6_and_a_temporary_folder_whose_path_is_not_utf8(tmp_path: Path)
         pytest.skip("needs ip (iproute2)")
     inside = 'ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec "$@"'
     command = ["unshare", "--net", "sh", "-c", inside, "sh", sys.executable, str(script)]
-    environment = {**os.environb, b"TMPDIR": folder, b"PYTHONPATH": INPUTS.encode()}
+    environment = {**os.environb, b"TMPDIR": folder, b"PENSTOCK_LANE": b"tcp", b"PYTHONPATH": INPUTS.encode()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     if "unshare" in done.stderr:
         pytest.skip(f"needs a network namespace: {done.stderr}")

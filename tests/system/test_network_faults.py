@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import traps
+from appliances import made
 from census import alive, census, runners
 from cluster import TOKEN, Cluster, running
 from proxy import Proxy, proxied_lanes
 from waiting import until
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 from penstock.proto import errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
@@ -73,7 +74,7 @@ def train(
     """The digest after each step; `at` some of them something is done."""
     digests: list[int | None] = []
     settings: dict[str, Any] = {"num_workers_per_box": 2, "job": job, "seed": 5, "box": 0, "num_boxes": 1}
-    with Appliance(address, token=TOKEN, timeout_s=timeout_s, lane=lane, **settings) as appliance:
+    with made(address, token=TOKEN, timeout_s=timeout_s, lane=lane, **settings) as appliance:
         loader = DataLoader(traps.trapped, "stateful 0", [], "")
         while len(digests) < STEPS:
             executor = DataExecutor(loader, num_steps=STEPS - len(digests), appliance=appliance)

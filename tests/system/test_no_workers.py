@@ -15,6 +15,7 @@ from typing import Any
 import mapped
 import pytest
 import torch
+from appliances import made
 from census import children
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -106,5 +107,5 @@ def test_several_boxes_need_a_seed() -> None:
 
 
 def test_synthetic_batches_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="synthetic must be False with num_workers_per_box=0"):
-        Appliance(num_workers_per_box=0, synthetic=True)
+    with pytest.raises(InvalidArgumentError, match=r"synthetic \(from PENSTOCK_SYNTHETIC\) must be False with"):
+        made(num_workers_per_box=0, synthetic=True)

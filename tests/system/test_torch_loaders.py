@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from appliances import made
 from chains import plain
 from torch.utils import data
 from torch.utils.data import DataLoader as TorchLoader
@@ -182,7 +183,7 @@ def test_an_iterable_dataset_resumes_by_replay() -> None:
 def test_workers_elsewhere_are_refused_by_name() -> None:
     loader = DataLoader(NUMBERS)
     error = pytest.raises(InvalidArgumentError, match=r"args\[0\] of input_fn .*cannot be sent to a worker")
-    with Appliance("nowhere.invalid:1", token="t", job="j", timeout_s=1) as appliance, error:
+    with made("nowhere.invalid:1", token="t", job="j", timeout_s=1) as appliance, error:
         next(iter(DataExecutor(loader, appliance=appliance)))
 
 

@@ -8,8 +8,9 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from appliances import made
 
-from penstock.client import Appliance, metrics
+from penstock.client import metrics
 from penstock.client.metrics import open_web
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError, UnsafeBindError
 
@@ -53,9 +54,9 @@ def test_a_process_has_one_server() -> None:
 
 def test_remote_access_needs_tls_and_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AuthenticationError, match="no token for the role admin"):
-        Appliance("127.0.0.1:1", job="j", http="0.0.0.0:0", token="client:abc")
-    with pytest.raises(UnsafeBindError, match=r"or pass tls_cert and tls_key"):
-        Appliance("127.0.0.1:1", job="j", http="0.0.0.0:0", token="admin:abc")
+        made("127.0.0.1:1", job="j", http="0.0.0.0:0", token="client:abc")
+    with pytest.raises(UnsafeBindError, match=r"or set PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY"):
+        made("127.0.0.1:1", job="j", http="0.0.0.0:0", token="admin:abc")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InvalidArgumentError, match="penstock\\[metrics\\]"):
-        Appliance("127.0.0.1:1", job="j", http="127.0.0.1:0", token="abc")
+        made("127.0.0.1:1", job="j", http="127.0.0.1:0", token="abc")

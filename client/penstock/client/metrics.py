@@ -4,8 +4,7 @@ A job that already exports metrics registers `collector()` in addition:
 
     REGISTRY.register(penstock.client.metrics.collector())
 
-Any other job passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP: a small server for all appliances of the
-process. A scrape, on its own thread, reads only figures that the training loop keeps anyway."""
+Any other job sets PENSTOCK_HTTP=127.0.0.1:9400: a small server for all appliances of the process. A scrape, on its own thread, reads only figures that the training loop keeps anyway."""
 
 from __future__ import annotations
 
@@ -139,7 +138,7 @@ def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
             _log.info("this process serves its metrics at %s/metrics", _servers[listen].url)
         if listen not in _servers:
             raise InvalidArgumentError(
-                f"Appliance(http=) must be {min(_servers)!r}, where this process serves its metrics, got {listen!r}"
+                f"http must be {min(_servers)!r}, where this process serves its metrics, got {listen!r}"
             )
         return f"{_servers[listen].url}/metrics"
 
@@ -147,8 +146,8 @@ def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
 def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebServer:
     if not is_local(listen) and (tls is None or not tls.cert):
         raise UnsafeBindError(
-            f"Appliance(http={listen!r}) can be reached from other machines, and without TLS the token would be in "
-            "clear text: listen on 127.0.0.1, or pass tls_cert and tls_key"
+            f"http={listen!r} can be reached from other machines, and without TLS the token would be in "
+            "clear text: listen on 127.0.0.1, or set PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY, or PENSTOCK_CREDENTIALS"
         )
     routes = {"/metrics": metrics_route(collector())}
     host, _, first = listen.rpartition(":")
@@ -157,6 +156,6 @@ def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebSe
         return WebServer(f"{host}:{port}", routes, tokens=tokens, tls=None if is_local(listen) else tls)
     except PortTakenError as error:
         raise PortTakenError(
-            f"Appliance(http={listen!r}): port {port} of {host} is in use: pass another one (under torchrun a process "
+            f"http={listen!r}: port {port} of {host} is in use: pass another one (under torchrun a process "
             "takes PORT + LOCAL_RANK), or port 0 for any"
         ) from error

@@ -75,6 +75,23 @@ MOVED: Mapping[str, Moved] = {
         },
         by_position="pass batch_size and all further arguments by name",
     ),
+    "Appliance": Moved(
+        {
+            **{
+                name: f"set PENSTOCK_{name.upper()}, or {name} in [{table}] of the settings file (`penstock config`)"
+                for table, names in (
+                    ("cluster", "tls_ca tls_cert tls_key tls_name credentials insecure"),
+                    (
+                        "client",
+                        "lane compression http max_batch_bytes strict_structure retention_steps replay_s synthetic",
+                    ),
+                )
+                for name in names.split()
+            },
+            "token": "set PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE or PENSTOCK_CREDENTIALS",
+            "attempt": "set PENSTOCK_ATTEMPT",
+        }
+    ),
     "DataLoader": Moved(attributes={"cached_state": "use state_dict()"}),
     "DataExecutor": Moved(
         {
@@ -104,9 +121,7 @@ def says_where(cls: _Class) -> _Class:
             if given in moved.arguments:
                 raise TypeError(f"{name} has no argument {given!r}: {moved.arguments[given]}")
         if moved.by_position and len(args) >= positions:
-            raise TypeError(
-                f"{name} takes {positions - 1} of its arguments by position, got {len(args)}: {moved.by_position}"
-            )
+            raise TypeError(f"{name} takes {positions - 1} arguments by position, got {len(args)}: {moved.by_position}")
         init(self, *args, **kwargs)
 
     def missing(self: Any, attribute: str) -> Any:

@@ -18,7 +18,7 @@ from proof.histories import Loop, Plan, live
 from proof.kinds import KINDS
 from proof.mutations import MUTATIONS, apply
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 from penstock.proto.errors import PenstockError
 
 TIMEOUT_S = 240.0
@@ -51,7 +51,7 @@ def _train(plan: Plan, options: dict[str, Any]) -> None:
     boxes, workers = plan.topology(options["launch"])
     if kind.deaths:
         given["folder"] = options["folder"]
-    with Appliance(
+    with made(
         options["address"],
         box=box,
         num_boxes=boxes,
@@ -59,11 +59,11 @@ def _train(plan: Plan, options: dict[str, Any]) -> None:
         job=options["job"],
         attempt=str(options["launch"]),
         seed=plan.run_seed,
-        lane=plan.lane,  # type: ignore[arg-type]
+        lane=plan.lane,
         replay=True,
         retention_steps=4000,
         timeout_s=TIMEOUT_S,
-        **more,  # type: ignore[arg-type]
+        **more,
     ) as appliance:
         loader = DataLoader(made, **plan.arguments, **given)
         place = (0, 0)

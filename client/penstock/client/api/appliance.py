@@ -57,6 +57,7 @@ from penstock.proto.rpc.version import VERSION
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.moved_names import says_where
 from penstock.runtime.process.forks import OwnerProcess
 from penstock.runtime.process.machine_needs import require
 
@@ -72,6 +73,7 @@ _lines: set[int] = set()
 """Lines of the training script at which appliances were made and runs opened."""
 
 
+@says_where
 class Appliance:
     """Connection of this process, one box, to the coordinator and workers that load its data.
 
@@ -89,7 +91,8 @@ class Appliance:
     Args:
         address: "host:port" of the coordinator. None: embedded; coordinator and workers are started on this machine,
             and stopped with this appliance.
-        options: see ApplianceOptions in penstock.client.api.appliance_settings, and the API's page.
+        options: see ApplianceOptions in penstock.client.api.appliance_settings, and the API's page. Credentials,
+            transport and metrics are set by variables and the settings file alone: `penstock config` lists them.
 
     Raises:
         InvalidArgumentError, BoxOutOfRangeError: an argument or a variable has an invalid value; this process cannot
@@ -100,7 +103,7 @@ class Appliance:
 
     def __init__(self, address: str | None = None, **options: Unpack[ApplianceOptions]) -> None:
         forbid_in_runner("creating an Appliance")
-        check_names(options, ApplianceOptions)
+        check_names(options)
         self._given_ranks = given_ranks(options)
         self._describe(resolve(address=address, **options))
         self._tls = _tls_of(self.settings)
@@ -112,7 +115,7 @@ class Appliance:
     _given_ranks = frozenset({"box", "num_boxes"})
 
     metrics_url = ""
-    """URL of the page with this process's metrics; "" without `http`."""
+    """URL of the page with this process's metrics; "" without PENSTOCK_HTTP."""
 
     def _describe(self, settings: ApplianceSettings) -> None:
         self.settings = settings
@@ -140,7 +143,7 @@ class Appliance:
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
         open_streams.receivers.add(self._receiver)
         if settings.address:
-            token = read_token("client", settings.token.get_secret_value(), settings.tokens_in())
+            token = read_token("client", settings.tokens_in())
             self._access = CoordinatorAccess(settings.address, token, self._job(fresh=settings.num_boxes == 1))
         elif settings.num_boxes == 1:
             self._embed()
@@ -410,7 +413,7 @@ class Appliance:
         return f"<{type(self).__name__} {where}, {topology}>"
 
 
-Appliance.__signature__ = signature_of(Appliance.__init__, ApplianceOptions)  # type: ignore[attr-defined]
+Appliance.__signature__ = signature_of(Appliance.__init__)  # type: ignore[attr-defined]
 
 
 def _on_death(appliance: Appliance) -> Callable[[PenstockError], None]:
@@ -438,7 +441,7 @@ def _exported(settings: ApplianceSettings, launcher: Launcher, tls: Tls | None) 
         return ""
     from penstock.client.metrics import open_web
 
-    tokens = "" if is_local(settings.http) else admin_tokens(settings.token.get_secret_value(), settings.tokens_in())
+    tokens = "" if is_local(settings.http) else admin_tokens(settings.tokens_in())
     return open_web(settings.http, launcher.local_rank, tokens, tls)
 
 

@@ -30,8 +30,9 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 """Values of MASTER_ADDR with which all ranks are on one machine."""
 
 
-class LocalOptions(TypedDict, total=False):
-    """Options of every appliance; in brackets their defaults."""
+class ApplianceOptions(TypedDict, total=False):
+    """Options of an Appliance, besides its address; in brackets their defaults. What is not about one job is set by
+    variables and the settings file alone: `penstock config` lists it."""
 
     num_workers_per_box: int | None
     """Number of worker slots, each with a process that runs input_fn, for each box (1). 0: input_fn runs in this
@@ -51,80 +52,34 @@ class LocalOptions(TypedDict, total=False):
     batch is copied on a separate stream while the loop computes, which takes device memory for two batches. "cuda" is
     the device that is current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first.
     None: batches are views of the shared memory that workers fill."""
-    max_batch_bytes: int | None
-    """Largest size of a batch in bytes; a larger batch is an error (1 GiB)."""
     digest: Literal["sample", "full", "rows"] | None
     """Bytes that a batch's digest covers (docs/guarantees.md): "sample" (of large tensors a sample; 1 to 6 us), "full"
     (every byte, 20 us a MiB), or "rows" (the sum of the digests of all rows, to compare runs on different numbers of
     boxes, see DataExecutor.digest). Default: that of the loaded state, else "sample"."""
-    strict_structure: bool | None
-    """Refuse a batch whose structure or dtypes differ from those of the first batch (False)."""
     replay: bool | None
     """Save loaders without state methods too, by counting their batches and replaying them (False)."""
-    retention_steps: int | None
-    """Number of last delivered steps whose states stay available (256)."""
-    timeout_s: float | None
-    """Longest wait in seconds: for a batch, for a state, for the start of the daemons (120)."""
-
-
-class ApplianceOptions(LocalOptions, total=False):
-    """Options of an Appliance, besides those of LocalOptions; in brackets their defaults."""
-
-    attempt: str | None
-    """String that is the same on all boxes of one launch and differs between launches (from torchrun)."""
-    token: str | None
-    """Credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names)."""
-    tls_ca: str | os.PathLike[str] | None
-    """PEM file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and lanes
-    (docs/security.md)."""
-    tls_cert: str | os.PathLike[str] | None
-    """PEM file with this client's certificate, for servers that request one."""
-    tls_key: str | os.PathLike[str] | None
-    """PEM file with the key of that certificate."""
-    tls_name: str | None
-    """Name that the certificates of coordinator and workers must have, instead of their addresses, with a * for their
-    role."""
-    credentials: str | os.PathLike[str] | None
-    """File with CA, certificate, key and token, as `penstock up` writes it, instead of token and tls_*."""
-    insecure: bool | None
-    """Allow to send the token over TCP without TLS, on a network and machines that you trust (False)."""
-    lane: Literal["auto", "tcp"] | None
-    """Transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto")."""
-    compression: Literal["lz4", "zstd"] | None
-    """Codec of batches over TCP: None, "lz4" or "zstd" (None). Faster than none where the data shrink and a lane gets
-    less than 7 Gbit/s ("lz4") or 4 Gbit/s ("zstd") (benchmarks/compression.md). Requires `pip install
-    penstock[compression]`."""
-    replay_s: float | None
-    """Seconds of a loader's work on an epoch, up to which a lost or resumed worker makes the epoch again from its
-    beginning, and compares all of it (2). Beyond, it restores a snapshot some way before, and compares the batches
-    since. inf: always from the beginning. For loaders with four methods: seconds of work since the launch began, up to
-    which a lost worker replays alone (30); see docs/restarts.md."""
     poison: Literal["fail", "skip"] | None
     """Treatment of a batch that kills its runner (the worker process that makes it) each time: "fail" ends the stream
     before it with an error, "skip" leaves it out, with a warning and a count in DataExecutor.stats ("fail"). "skip"
     needs a loader that can skip a batch (docs/faults.md)."""
-    synthetic: bool | None
-    """Deliver each worker's first batch again and again, to measure a job without the cost of its input (False). An
-    epoch has len() batches; without a len() it never ends. States can neither be saved nor loaded."""
-    http: str | None
-    """Address "host:port" where this process serves its metrics to Prometheus, at /metrics (none); under torchrun each
-    rank takes port + LOCAL_RANK. An address beyond loopback needs tls_cert and tls_key, and readers need a token of the
-    role admin. Requires `pip install penstock[metrics]` (docs/metrics.md)."""
+    timeout_s: float | None
+    """Longest wait in seconds: for a batch, for a state, for the start of the daemons (120)."""
 
 
-def signature_of(init: Callable[..., None], options: type[LocalOptions]) -> inspect.Signature:
+def signature_of(init: Callable[..., None]) -> inspect.Signature:
     """Return the signature of an __init__(self, ..., **options) with each option by name."""
     _, *own, _ = inspect.signature(init).parameters.values()
     named = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in get_type_hints(options).items()
+        for name, kind in get_type_hints(ApplianceOptions).items()
     ]
     return inspect.Signature([*own, *named])
 
 
-def check_names(given: Mapping[str, Any], options: type[LocalOptions]) -> None:
-    if unknown := sorted(given.keys() - options.__annotations__.keys()):
-        raise TypeError(f"{unknown[0]!r} is no option here: pass some of {', '.join(sorted(options.__annotations__))}")
+def check_names(given: Mapping[str, Any]) -> None:
+    known = ApplianceOptions.__annotations__.keys()
+    if unknown := sorted(given.keys() - known):
+        raise TypeError(f"{unknown[0]!r} is no option here: pass some of {', '.join(sorted(known))}")
 
 
 class ApplianceSettings(JobSettings):
@@ -153,9 +108,6 @@ def resolve_given(**given: Any) -> ApplianceSettings:
 
 def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> ApplianceSettings:
     explicit = {name: value for name, value in given.items() if value is not None}
-    for name in ("tls_ca", "tls_cert", "tls_key", "credentials"):
-        if name in explicit:
-            explicit[name] = os.fspath(explicit[name])
     device = explicit.get("device")
     if device is not None:
         explicit["device"] = str(device)  # accepts a torch.device too
@@ -173,14 +125,6 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         raise InvalidArgumentError(_explain(error, explicit)) from None
     if settings.compression is not None:
         require(settings.compression)
-    if not settings.address and any(name.startswith("tls_") or name == "credentials" for name in explicit):
-        raise InvalidArgumentError(
-            "Appliance: tls_* arguments and credentials need an address, got none: pass address, or leave them out"
-        )
-    if settings.address and settings.credentials and settings.token.get_secret_value():
-        raise InvalidArgumentError(
-            f"Appliance: credentials={settings.credentials} must be given without a token, got both: leave one out"
-        )
     if not 0 <= settings.box < settings.num_boxes:
         source = "" if "box" in explicit else f" (from {_source('box')})"
         raise BoxOutOfRangeError(
@@ -189,7 +133,8 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         )
     if settings.num_workers_per_box == 0 and settings.synthetic:
         raise InvalidArgumentError(
-            "Appliance: synthetic must be False with num_workers_per_box=0, where no worker makes batches, got True"
+            f"Appliance: synthetic (from {_source('synthetic')}) must be False with num_workers_per_box=0, where no "
+            "worker makes batches, got True"
         )
     return settings
 
@@ -226,8 +171,7 @@ def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
     for detail in error.errors():
         name = field_of(ApplianceSettings, detail["loc"])
         source = "" if name in explicit or name not in ApplianceSettings.model_fields else f" (from {_source(name)})"
-        shown = "" if name == "token" else f"={detail['input']!r}"
-        parts.append(f"{name}{shown}{source}: {reason_of(detail)}")
+        parts.append(f"{name}={detail['input']!r}{source}: {reason_of(detail)}")
     return "Appliance: " + "; ".join(parts)
 
 

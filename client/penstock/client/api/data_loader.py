@@ -259,7 +259,7 @@ class DataLoader:
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return what state_dict() would have returned after an earlier step, one of the last
-        Appliance(retention_steps=). For loops whose wrapper reads ahead: see Lookahead. Raises the errors of
+        PENSTOCK_RETENTION_STEPS (256). For loops whose wrapper reads ahead: see Lookahead. Raises the errors of
         state_dict(), StateUnavailableError also for a step outside these or before that of the loaded state."""
         if isinstance(step, bool) or not isinstance(step, int):
             raise TypeError(f"{self.name}: step of state_at(step) must be an integer, got {step!r}")

@@ -226,7 +226,7 @@ class LoaderStream:
         saved = self.loaded
         if saved is not None and settings.synthetic:
             raise NotRestartableError(
-                f"a state of {self.name} was loaded, which Appliance(synthetic=True) cannot resume: leave one out"
+                f"a state of {self.name} was loaded, which PENSTOCK_SYNTHETIC cannot resume: leave one out"
             )
         if saved is not None and saved.methods == 0 and saved.positions and not self.replays(settings):
             raise NotRestartableError(

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Unpack
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.api.appliance_settings import LocalOptions, check_names, resolve_given, signature_of
+from penstock.client.api.appliance_settings import ApplianceOptions, check_names, resolve_given, signature_of
 from penstock.client.in_process import Fault, InProcessReader
 from penstock.client.states.code_reference import forbid_in_runner
 from penstock.proto.errors import InvalidArgumentError, WorkerLostError
@@ -33,14 +33,15 @@ class FakeAppliance(Appliance):
 
     Args:
         faults: faults that happen in each run, each once at its step: InputError, LostWorker, SlowBatch.
-        options: see LocalOptions in penstock.client.api.appliance_settings. The job's name is by default "test-" and
-            random digits, and timeout_s is the deadline for SlowBatch. Batches have memory of their own, on any device.
+        options: see ApplianceOptions in penstock.client.api.appliance_settings. The job's name is by default "test-"
+            and random digits, and timeout_s is the deadline for SlowBatch. Batches have memory of their own, on any
+            device.
 
     Raises the errors of Appliance, and InvalidArgumentError if the step of a fault is below 1."""
 
-    def __init__(self, *, faults: Sequence[Fault] = (), **options: Unpack[LocalOptions]) -> None:
+    def __init__(self, *, faults: Sequence[Fault] = (), **options: Unpack[ApplianceOptions]) -> None:
         forbid_in_runner("creating a FakeAppliance")
-        check_names(options, LocalOptions)
+        check_names(options)
         for fault in faults:
             if fault.step < 1:
                 raise InvalidArgumentError(f"step of the fault {fault} must be >= 1, got {fault.step}")
@@ -49,7 +50,7 @@ class FakeAppliance(Appliance):
         self.in_process, self._faults = True, tuple(faults)
 
 
-FakeAppliance.__signature__ = signature_of(FakeAppliance.__init__, LocalOptions)  # type: ignore[attr-defined]
+FakeAppliance.__signature__ = signature_of(FakeAppliance.__init__)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

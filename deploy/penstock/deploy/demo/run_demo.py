@@ -42,6 +42,8 @@ class _Demo:
         from penstock.deploy.demo.demo_input import images
 
         digests: dict[int, int | None] = {}
+        os.environ["PENSTOCK_TOKEN"] = read_token("client", file=self._fleet.token_file)
+        os.environ.pop("PENSTOCK_CREDENTIALS", None)
         with Appliance(
             self._fleet.coordinator,
             job=job,
@@ -49,7 +51,6 @@ class _Demo:
             box=0,
             num_boxes=1,
             num_workers_per_box=workers,
-            token=read_token("client", file=self._fleet.token_file),
             timeout_s=60,
         ) as appliance:
             loader = DataLoader(images, STEPS * BATCH, BATCH)

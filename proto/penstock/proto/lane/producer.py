@@ -74,7 +74,9 @@ _RESERVED = 1 << 64
 
 def check_size(nbytes: int, most: int) -> None:
     if nbytes > most:
-        raise BatchTooLargeError(f"a batch must have <= max_batch_bytes={most} bytes, got {nbytes}: raise the limit")
+        raise BatchTooLargeError(
+            f"a batch must have <= max_batch_bytes={most} bytes, got {nbytes}: raise PENSTOCK_MAX_BATCH_BYTES"
+        )
 
 
 @dataclass(slots=True)

@@ -122,8 +122,8 @@ def refuse_clear_token(address: str, *, encrypted: bool, insecure: bool) -> None
         return
     raise TlsError(
         f"the token would be sent to {address} in clear text: use a Unix socket (unix:/path, as `penstock up` does) or "
-        "TLS (--tls-ca, Appliance(tls_ca=...)), or allow it by --insecure (PENSTOCK_INSECURE=true, "
-        "Appliance(insecure=True)) where you trust the network and its machines"
+        "TLS (--tls-ca, PENSTOCK_TLS_CA), or allow it by --insecure (PENSTOCK_INSECURE=true) where you trust the "
+        "network and its machines"
     )
 
 

@@ -283,8 +283,7 @@ def _reason(error: Exception) -> str:
 def no_tls_here(what: str) -> TlsError:
     """Error for a connection from this process, which does not use TLS, to `what`, which does."""
     return TlsError(
-        f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA, Appliance(tls_ca=...)), "
-        "or --credentials FILE"
+        f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA), or --credentials FILE"
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of a training job: arguments of an Appliance that variables or the settings file can set too.
+"""Settings of a training job, by variables or the settings file; some are arguments of an Appliance too.
 
 They are declared here, not in the client, so that `penstock config` can show them without torch. torchrun's variables
 rank between Penstock's own and the settings file: see penstock.client.api.appliance_settings."""
@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import AliasChoices, Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from penstock.proto.errors import InvalidArgumentError
@@ -81,7 +81,7 @@ class TlsFiles(Section):
 
 
 class JobSettings(TlsFiles):
-    """Settings of a training job, which are the arguments of `Appliance(...)`."""
+    """Settings of a training job. What is about one job alone can be an argument of `Appliance(...)` too."""
 
     # Always with the prefix, because other programs use the variables JOB, SEED and DEVICE.
     model_config = SettingsConfigDict(populate_by_name=True, env_prefix="PENSTOCK_")
@@ -101,7 +101,6 @@ class JobSettings(TlsFiles):
         validation_alias=AliasChoices("PENSTOCK_ADDRESS", "PENSTOCK_COORDINATOR"),
         description="HOST:PORT of the coordinator (default: embedded, all on this machine).",
     )
-    token: SecretStr = SecretStr("")
     num_workers_per_box: int = Field(
         1, ge=0, le=4096, description="Workers that feed each box; 0: batches are made in this process, to debug."
     )

@@ -1,5 +1,5 @@
 """Refusal of some users' loaders, skips of quarantined batches, and repeats of a first batch
-(`Appliance(synthetic=True)`)."""
+(PENSTOCK_SYNTHETIC)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def skip_batch(loader: Any, iterator: Any) -> None:
         iterator._dataset_fetcher = fetcher
 
 
-NOT_SAVED = "Appliance(synthetic=True) repeats the first batch of each worker: remove it to save (PENSTOCK_SYNTHETIC)"
+NOT_SAVED = "PENSTOCK_SYNTHETIC repeats the first batch of each worker: unset it to save"
 
 
 class FirstBatch:

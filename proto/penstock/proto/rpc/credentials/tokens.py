@@ -138,11 +138,11 @@ def check_token(token: str) -> None:
         raise InvalidArgumentError(f"a token must be one word of 1 to {MAX_TOKEN} printable ASCII characters")
 
 
-def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
-    """Return the token to send in a role, from the first given of: `token`, `file`, PENSTOCK_TOKEN,
+def read_token(role: Role, file: str | os.PathLike[str] | None = None) -> str:
+    """Return the token to send in a role, from the first given of: `file`, PENSTOCK_TOKEN,
     PENSTOCK_TOKEN_FILE, the settings file's token_file. Raises AuthenticationError, which names the file, if it cannot
     be read, can be read by others, or has no token of the role; InvalidArgumentError for text that is no token."""
-    text, source = (token, "the token that was given") if token else _text(file)
+    text, source = _text(file)
     tokens = _parsed(text, source)
     found = tokens.of(role)
     if found is None:
@@ -157,9 +157,9 @@ def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
     return text
 
 
-def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) -> str:
+def admin_tokens(file: str | os.PathLike[str] | None = None) -> str:
     """Return tokens for web pages that other machines can reach. Raises AuthenticationError without one of admin."""
-    text, source = (given, "the token that was given") if given else _text(file)
+    text, source = _text(file)
     tokens = _parsed(text, source)
     if tokens.of("admin") is None:
         raise AuthenticationError(
