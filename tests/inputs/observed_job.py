@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
 
 import observed
 import torch
-from appliances import made
 from prometheus_client import REGISTRY, generate_latest
 
-from penstock.client import DataExecutor, DataLoader
+from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.metrics import collector
 
@@ -21,9 +21,10 @@ def main() -> None:
     mortal = folder / "mortal"
     warnings.simplefilter("ignore")  # of the runner that kills itself
     REGISTRY.register(collector())
+    os.environ["PENSTOCK_HTTP"] = "127.0.0.1:0"
     model = torch.nn.Linear(3, 3)
-    with made(http="127.0.0.1:0", replay=True) as appliance, AsyncCheckpointer(folder / "checkpoints") as saver:
-        with made(http="127.0.0.1:0") as other:  # shares the server
+    with Appliance(replay=True) as appliance, AsyncCheckpointer(folder / "checkpoints") as saver:
+        with Appliance() as other:  # shares the server
             assert other.metrics_url == appliance.metrics_url
         loader = DataLoader(observed.input_fn, 4000, str(mortal))
         executor = DataExecutor(loader, num_steps=200, appliance=appliance)

@@ -16,6 +16,7 @@ import time
 import warnings
 from typing import Any
 
+import appliances
 import mixed
 import streams
 import torch
@@ -33,7 +34,7 @@ def main() -> None:
     made = next(found for where in (traps, streams, mixed) if (found := getattr(where, options["input"], None)))
     if options.get("lane_proxy"):
         put_proxies_between()
-    with made(
+    with appliances.made(
         options["address"],
         box=options.get("box", 0),
         num_boxes=options.get("boxes", 1),

@@ -4,7 +4,8 @@ A job that already exports metrics registers `collector()` in addition:
 
     REGISTRY.register(penstock.client.metrics.collector())
 
-Any other job sets PENSTOCK_HTTP=127.0.0.1:9400: a small server for all appliances of the process. A scrape, on its own thread, reads only figures that the training loop keeps anyway."""
+Any other job sets PENSTOCK_HTTP=127.0.0.1:9400: a small server for all appliances of the process. A scrape, on its own
+thread, reads only figures that the training loop keeps anyway."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import appliances
 import torch
 from proof.contents import brief, fingerprint
 from proof.histories import Loop, Plan, live
@@ -51,7 +52,7 @@ def _train(plan: Plan, options: dict[str, Any]) -> None:
     boxes, workers = plan.topology(options["launch"])
     if kind.deaths:
         given["folder"] = options["folder"]
-    with made(
+    with appliances.made(
         options["address"],
         box=box,
         num_boxes=boxes,
