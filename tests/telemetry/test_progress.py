@@ -40,3 +40,21 @@ def test_nobody_to_read_it_is_no_error(stream: str | None, monkeypatch: pytest.M
     closed.close()
     line.show("step 1")
     line.finish()
+
+
+def test_counts_are_a_bar_of_tqdm_or_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(stream: io.StringIO) -> str:
+        monkeypatch.setattr(sys, "stderr", stream)
+        progress = Progress(0)
+        progress.count("folder: indexed", 1, 4)
+        progress.count("folder: indexed", 3, 4, note="7 bytes", always=True)
+        progress.count("folder: indexed", 4, 4)
+        progress.finish()
+        return stream.getvalue()
+
+    lines = [f"folder: indexed {done}" for done in ("1 of 4 files", "3 of 4 files, 7 bytes", "4 of 4 files")]
+    monkeypatch.setenv("COLUMNS", "60")
+    assert said(io.StringIO()).splitlines() == lines
+    assert "4/4 [00:00" in said(Terminal())
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    assert said(Terminal()) == "".join(f"\r\x1b[K{line}" for line in lines) + "\n"

@@ -340,8 +340,7 @@ class _BatchReplay:
     def _show_progress(self, child: LoaderProcess, message: ControlMessage) -> None:
         """Show on standard error how many batches the workers have made."""
         self._made[child] = message.fields["total"]
-        if self._line.due():
-            start: Position = self._plan.start.position
-            made = max(0, sum(total - start.total[self._children.index(at)] for at, total in self._made.items()))
-            took_s = time.monotonic() - self._began
-            self._line.show(f"penstock: {made} of {self._request.step - start.step} batches, {seconds(took_s)}")
+        start: Position = self._plan.start.position
+        made = max(0, sum(total - start.total[self._children.index(at)] for at, total in self._made.items()))
+        note = seconds(time.monotonic() - self._began)
+        self._line.count("penstock:", made, self._request.step - start.step, "batches", note)

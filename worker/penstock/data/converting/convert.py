@@ -289,7 +289,7 @@ def _made(plan: ConversionPlan, missing: Sequence[int], processes: int, url: str
     try:
         for report in _reports(msgspec.json.encode(plan), missing, processes):
             made[report["part"]] = report["index"].encode()
-            line.update(f"{url}: converted {done + len(made)} of {len(plan.parts)} parts")
+            line.count(f"{url}: converted", done + len(made), len(plan.parts), "parts")
     finally:
         line.finish()
     return made

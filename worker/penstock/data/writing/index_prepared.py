@@ -76,7 +76,7 @@ def _archives(remote: RemoteFolder, folder: Path, timeout_s: float) -> list[Shar
         with ThreadPoolExecutor(THREADS) as threads:
             for shard in threads.map(partial(_archive, remote, folder, timeout_s), names):
                 found.append(shard)
-                progress.update(f"{remote.url}: indexed {len(found)} of {len(names)} files")
+                progress.count(f"{remote.url}: indexed", len(found), len(names))
     finally:
         progress.finish()
     return found

@@ -68,7 +68,7 @@ def continued(
             for name, shard in found:
                 done[name] = keys[name], shard
                 _append(log, *done[name])
-                progress.update(f"{where}: indexed {len(done)} of {len(keys)} files")
+                progress.count(f"{where}: indexed", len(done), len(keys))
     except OSError as error:
         raise DatasetError(
             f"{stamps} cannot be written: {error}. Give index_folder an argument `out`, a folder that you can write to"

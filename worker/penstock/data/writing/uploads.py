@@ -75,13 +75,14 @@ class Uploads:
         size = path.stat().st_size
         self._remote.upload(path.name, path, deadline_s=self._timeout_s)
         self._sizes.append(size)
-        if self._progress and self._progress.due():
-            self._progress.show(self._uploaded())
+        self._show()
         if not self._keep_local:
             path.unlink()
 
-    def _uploaded(self) -> str:
-        return f"{self._remote.url}: uploaded {len(self._sizes)} files, {sum(self._sizes)} bytes"
+    def _show(self, *, always: bool = False) -> None:
+        if self._progress:
+            note = f"{sum(self._sizes)} bytes"
+            self._progress.count(f"{self._remote.url}: uploaded", len(self._sizes), note=note, always=always)
 
     def wait(self) -> None:
         for future in self._sent:
@@ -92,7 +93,7 @@ class Uploads:
         self.wait()
         self._remote.write(INDEX, index, deadline_s=self._timeout_s)
         if self._progress:
-            self._progress.show(self._uploaded())
+            self._show(always=True)
             self._progress.finish()
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class WriterSettings(TypedDict, total=False):
     upload_threads: int
     """Number of files that are uploaded at the same time."""
     progress: bool
-    """True to print the progress of uploads on standard error."""
+    """True to show the progress of uploads on standard error."""
     timeout_s: float
     """Seconds for each request to the remote, such as the upload of a file, with retries of temporary failures."""
 
