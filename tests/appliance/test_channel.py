@@ -179,7 +179,7 @@ def test_long_details_keep_both_ends() -> None:
 
 
 @on_server(token="other")
-async def test_wrong_or_missing_token_is_refused(served: RunningServer, client: AsyncCoordinatorClient) -> None:
+async def test_wrong_token_is_refused(client: AsyncCoordinatorClient) -> None:
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: client.open_run(pb.OpenRunRequest()),
         lambda: client.get_blob("x"),
@@ -188,11 +188,6 @@ async def test_wrong_or_missing_token_is_refused(served: RunningServer, client: 
     for call in calls:
         with pytest.raises(AuthenticationError, match=r"the token is wrong: set the same PENSTOCK_TOKEN"):
             await call()
-    async with connect_aio(served.address) as bare:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await rpc.CoordinatorStub(bare).Status(pb.StatusRequest())
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert str(caught.value.details()).startswith("no token was sent")
 
 
 @in_loop

@@ -12,13 +12,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 from appliances import made
+from forked import join_all
 from tests.security.conftest import SECRETS, Starter, answering
 
 from penstock.proto.errors import (
@@ -109,64 +110,23 @@ def test_unusable_token_file_is_fatal_and_named(tmp_path: Path, content: str | N
     assert not content or content not in caught.value.message or content == "\n"
 
 
-def read_as(uid: int, gid: int, file: Path) -> str:
-    """Return the result of read_tokens for a user: the text, or the error."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if not pid:
-        os.setgroups([])
-        os.setgid(gid)
-        os.setuid(uid)
-        try:
-            said = read_tokens(file)
-        except AuthenticationError as error:
-            said = error.message
-        os.write(write_end, said.encode())
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end) as answer:
-        said = answer.read()
-    os.waitpid(pid, 0)
-    return said
-
-
-def in_another_process(work: Callable[[], bool]) -> bool:
-    """Return the result of `work` in a forked child."""
-    pid = os.fork()
-    if not pid:
-        code = 2
-        with contextlib.suppress(BaseException):
-            code = int(not work())
-        os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code < 2
-    return not code
-
-
-def as_a_daemon() -> bool:
-    """Return whether a sibling, as runners are, could read this process's environment before and not after it became
-    private, and this process itself still can look at its descriptors."""
+def as_a_daemon() -> None:
+    """A sibling, as runners are, can read this process's environment before it becomes private, and not after; the
+    process itself can still look at its descriptors."""
     if os.geteuid() == 0:
         os.setgid(10001)
         os.setuid(10001)
         ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: giving up root has cleared it
-    pid = os.getpid()
-
-    def read() -> bool:
-        try:
-            Path(f"/proc/{pid}/environ").read_bytes()
-        except PermissionError:
-            return False
-        return True
-
-    before = in_another_process(read)
+    environment = Path(f"/proc/{os.getpid()}/environ")
+    join_all(environment.read_bytes)
     keep_memory_private()
-    own = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:1]]
-    return before and not in_another_process(read) and bool(own)
+    assert os.listdir("/proc/self/fd")
+    with pytest.raises(AssertionError, match="PermissionError"):
+        join_all(environment.read_bytes)
 
 
 def test_siblings_of_daemon_cannot_read_its_token() -> None:
-    assert in_another_process(as_a_daemon)
+    join_all(as_a_daemon)
 
 
 @pytest.mark.parametrize("module", ["penstock.appliance.__main__", "penstock.worker.__main__"])
@@ -191,17 +151,23 @@ def test_what_root_gives_to_our_group_is_ours() -> None:
     """Accept a file as Kubernetes mounts a Secret for a pod that has an fsGroup."""
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to others
         os.chmod(folder, 0o755)
-        file = secret_file(Path(folder), TEXT, 0o440)
-        os.chown(file, 0, 10001)
-        assert read_as(10001, 10001, file) == TEXT
-        for mode in (0o444, 0o460, 0o640):
+        file = secret_file(Path(folder), TEXT)
+
+        def read(user: int) -> None:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            read_tokens(file)
+
+        for mode, owner, user, is_ours in (
+            *((0o440, 0, 10001, True), (0o640, 0, 10001, True), (0o444, 0, 10001, False), (0o460, 0, 10001, False)),
+            *((0o440, 10001, 10001, False), (0o440, 0, 0, False)),  # that user could close it
+        ):
             file.chmod(mode)
-            assert (f"mode 0{mode:o}" in read_as(10001, 10001, file)) == (mode != 0o640)
-        file.chmod(0o440)
-        os.chown(file, 10001, 10001)
-        assert "can be read by others (mode 0440)" in read_as(10001, 10001, file), "that user could close it"
-        os.chown(file, 0, 10001)
-        assert "can be read by others (mode 0440)" in read_as(0, 0, file)
+            os.chown(file, owner, 10001)
+            refused = pytest.raises(AssertionError, match=rf"can be read by others \(mode 0{mode:o}\)")
+            with contextlib.nullcontext() if is_ours else refused:
+                join_all(partial(read, user))
 
 
 def test_pipe_without_a_writer_is_not_waited_for(tmp_path: Path) -> None:
@@ -340,26 +306,21 @@ def test_no_token_goes_where_others_can_put_a_socket(how: str, tmp_path: Path) -
             connect()
 
 
-def test_callers_that_prove_their_token_are_of_another_release(address: str) -> None:
-    async def run() -> None:
-        async with connect_aio(address) as channel:
-            for shown in ("Penstock-Proof", f"Penstock-Proof {'0' * 32} {'0' * 32} {'0' * 64}"):
-                status: Any = channel.unary_unary(f"/{SERVICE}/Status")
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await status(b"", timeout=20, metadata=(("authorization", shown),))
-                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-                assert "install the same release on both ends" in (caught.value.details() or "")
-
-    asyncio.run(run())
-
-
 def test_request_is_not_read_before_the_token(address: str) -> None:
-    """A stream is answered although its caller never says anything."""
+    """A stream is answered although its caller never says anything. A proof of a token is of another release."""
+    wrong, other = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION
 
     async def run() -> None:
         async with connect_aio(address) as channel:
-            for metadata in ((), (("authorization", "Bearer wrong"),)):
-                put: Any = channel.stream_unary("/penstock.proto.v1.Coordinator/PutBlob")
-                assert await put(timeout=20, metadata=metadata).code() is grpc.StatusCode.UNAUTHENTICATED
+            for shown, status, words in (
+                ((), wrong, "no token was sent"),
+                (("Bearer wrong",), wrong, "the token is wrong"),
+                (("Penstock-Proof",), other, "install the same release on both ends"),
+                (("Penstock-Proof 0 0 0",), other, "install the same release on both ends"),
+            ):
+                put: Any = channel.stream_unary(f"/{SERVICE}/PutBlob")
+                call = put(timeout=20, metadata=[("authorization", text) for text in shown])
+                assert await call.code() is status
+                assert words in await call.details()
 
     asyncio.run(run())

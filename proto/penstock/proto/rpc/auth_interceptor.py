@@ -91,14 +91,12 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, on_call, self._large)
 
     def _accept(self, name: str, context: _Context) -> None:
-        """Note the digest for `credential`. Raises NotPermittedError for another role's certificate: gRPC does not
+        """Note the caller for `credential`. Raises NotPermittedError for another role's certificate: gRPC does not
         report it earlier."""
         caller = self._caller(dict(context.invocation_metadata() or ()))
-        if caller is not None:
-            _credential.set(caller.credential)
-            _jobs_share_token.set(caller.jobs_share_token)
-            if self._tls is not None and name in METHODS:
-                self._check_certificate(self._tls, name, caller, context)
+        _answered.set(caller)
+        if caller is not None and self._tls is not None and name in METHODS:
+            self._check_certificate(self._tls, name, caller, context)
 
     def _check_certificate(self, tls: Tls, name: str, caller: Caller, context: _Context) -> None:
         shown = [one.decode(errors="replace") for one in context.auth_context().get(_SHOWN_NAMES, ())]
@@ -124,20 +122,19 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         return self._handlers.get(method)
 
 
-_credential: ContextVar[str] = ContextVar("penstock-credential", default="")
-
-
-_jobs_share_token: ContextVar[bool] = ContextVar("penstock-jobs-share-token", default=True)
+_answered: ContextVar[Caller | None] = ContextVar("penstock-caller", default=None)
 
 
 def jobs_share_token() -> bool:
     """True if only one token is accepted for training jobs, so that limits for tokens cannot tell jobs apart."""
-    return _jobs_share_token.get()
+    caller = _answered.get()
+    return caller is None or caller.jobs_share_token
 
 
 def credential() -> str:
-    """Digest of the token of the call that is being answered; "" outside a call."""
-    return _credential.get()
+    """Name or digest of the token of the call that is being answered; "" outside a call."""
+    caller = _answered.get()
+    return "" if caller is None else caller.credential
 
 
 def _short(said: object) -> str:
