@@ -24,11 +24,6 @@ def test_good_files_are_taken_and_no_key_is_shown(pki: Pki, pair: Pair) -> None:
     assert tls.for_server() is tls.for_client() is tls
 
 
-def test_one_name_for_all_roles_is_refused(pki: Pki, pair: Pair) -> None:
-    with pytest.raises(TlsError, match=r"tls_name=penstock must contain a \* for the other end's role"):
-        load_tls(pki.ca, pair.cert, pair.key, "penstock")
-
-
 def test_server_needs_certificate_and_client_a_ca(pki: Pki, pair: Pair) -> None:
     only_ca, no_ca = load_tls(pki.ca), load_tls("", pair.cert, pair.key)
     assert only_ca is not None
@@ -39,50 +34,46 @@ def test_server_needs_certificate_and_client_a_ca(pki: Pki, pair: Pair) -> None:
         no_ca.for_client()
 
 
-@pytest.mark.parametrize("what", ["ca", "cert", "key"])
-def test_a_file_that_is_not_there_is_named(pki: Pki, pair: Pair, what: str) -> None:
-    files = {"ca": pki.ca, "cert": pair.cert, "key": pair.key, what: "/no/such/file"}
-    with pytest.raises(TlsError, match=f"tls_{what}=/no/such/file cannot be read: No such file or directory"):
-        load_tls(**files)
-
-
-def test_a_certificate_without_its_key(pair: Pair) -> None:
-    with pytest.raises(TlsError, match="needs tls_key too: pass a certificate and its key together"):
-        load_tls("", pair.cert)
-    with pytest.raises(TlsError, match="needs tls_cert too"):
-        load_tls("", "", pair.key)
-
-
-def test_an_expired_certificate(pki: Pki) -> None:
+@pytest.fixture(scope="module")
+def files(pki: Pki, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("files")
     old = pki.issue("expired", days=-1)
-    with pytest.raises(TlsError, match=rf"tls_cert={old.cert}: the certificate has expired \(it is .* UTC here\)"):
-        load_tls("", old.cert, old.key)
+    made = {"": "", "ca": pki.ca, "cert": pair.cert, "key": pair.key, "old": old.cert, "of old": old.key}
+    made |= {name: str(folder / name) for name in ("none", "junk", "nonsense", "locked")}
+    Path(made["junk"]).write_bytes(os.urandom(1000))
+    Path(made["nonsense"]).write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
+    command = ["openssl", "ec", "-in", pair.key, "-aes256", "-passout", "pass:secret", "-out", made["locked"]]
+    subprocess.run(command, check=True, capture_output=True)
+    for name in ("junk", "nonsense", "locked"):
+        Path(made[name]).chmod(0o600)
+    return made
 
 
-def test_what_is_no_pem(pki: Pki, pair: Pair, tmp_path: Path) -> None:
-    junk = tmp_path / "junk.pem"
-    junk.write_bytes(os.urandom(1000))
-    junk.chmod(0o600)
-    for files in ((str(junk), pair.cert, pair.key), (pki.ca, str(junk), pair.key), (pki.ca, pair.cert, str(junk))):
-        with pytest.raises(TlsError, match=rf"{junk} must be a PEM file"):
-            load_tls(*files)
-    junk.write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
-    with pytest.raises(TlsError, match=f"tls_ca={junk} must be a PEM file with"):
-        load_tls(str(junk))
-    with pytest.raises(TlsError, match=f"tls_cert={junk} and tls_key={pair.key} cannot be used"):
-        load_tls("", str(junk), pair.key)
+@pytest.mark.parametrize(
+    ("ca", "cert", "key", "says"),
+    [
+        ("none", "cert", "key", "tls_ca={none} cannot be read: No such file or directory"),
+        ("ca", "none", "key", "tls_cert={none} cannot be read: No such file or directory"),
+        ("ca", "cert", "none", "tls_key={none} cannot be read: No such file or directory"),
+        ("", "cert", "", "needs tls_key too: pass a certificate and its key together"),
+        ("", "", "key", "needs tls_cert too"),
+        ("", "old", "of old", r"tls_cert={old}: the certificate has expired \(it is .* UTC here\)"),
+        ("junk", "cert", "key", "{junk} must be a PEM file"),
+        ("ca", "junk", "key", "{junk} must be a PEM file"),
+        ("ca", "cert", "junk", "{junk} must be a PEM file"),
+        ("nonsense", "", "", "tls_ca={nonsense} must be a PEM file with"),
+        ("", "nonsense", "key", "tls_cert={nonsense} and tls_key={key} cannot be used"),
+        ("", "cert", "locked", "a key without a password"),
+    ],
+)
+def test_files_that_cannot_serve_are_named(files: dict[str, str], ca: str, cert: str, key: str, says: str) -> None:
+    with pytest.raises(TlsError, match=says.format(**files)):
+        load_tls(files[ca], files[cert], files[key])
 
 
-def test_key_with_a_password_is_refused_unasked(pair: Pair, tmp_path: Path) -> None:
-    locked = tmp_path / "locked.key"
-    subprocess.run(
-        ["openssl", "ec", "-in", pair.key, "-aes256", "-passout", "pass:secret", "-out", str(locked)],
-        check=True,
-        capture_output=True,
-    )
-    locked.chmod(0o600)
-    with pytest.raises(TlsError, match="a key without a password"):
-        load_tls("", pair.cert, str(locked))
+def test_one_name_for_all_roles_is_refused(pki: Pki, pair: Pair) -> None:
+    with pytest.raises(TlsError, match=r"tls_name=penstock must contain a \* for the other end's role"):
+        load_tls(pki.ca, pair.cert, pair.key, "penstock")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
