@@ -19,6 +19,7 @@ import pytest
 from coroutines import Test, as_test, in_loop
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
+from penstock.client.stream.open_run import _plain
 from penstock.proto.errors import (
     CATALOGUE,
     AuthenticationError,
@@ -42,6 +43,8 @@ from penstock.proto.rpc.version import VERSION
 from penstock.proto.rpc.wire_errors import detail_of, error_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import coordinator_pb2_grpc as rpc
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.telemetry.logs import LONGEST
 
 TOKEN = "token"
 Context = Any
@@ -173,6 +176,19 @@ def test_long_details_keep_both_ends() -> None:
     assert detail.remote_traceback.endswith("\nthe place")
     assert "bytes left out" in detail.remote_traceback
     assert type(error_of(detail)) is InvalidArgumentError
+
+
+def test_texts_of_a_peer_are_plain() -> None:
+    """They are printed where they arrive."""
+    forged = "\x1b[2J\n2026 INFO forged\u202e" + "x" * (1 << 20)
+    view = _plain(pb.SlotView(note=forged, worker=forged))
+    detail = records_pb2.ErrorDetail(name="StateCorruptError", message=forged, remote_traceback=forged)
+    error = error_of(detail)
+    assert type(error) is StateCorruptError
+    for text in (view.note, view.worker, error.message, error.remote_traceback):
+        assert text.startswith("\\x1b[2J\n2026 INFO forged\\u202exxx")
+        assert len(text) < LONGEST + 100
+    assert error_of(records_pb2.ErrorDetail(name="DeadlineError", message="a\n\tb – 漢字")).message == "a\n    b – 漢字"
 
 
 # ------------------------------------------------------------------------------------------------------ who may call

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from cluster import TOKEN
+from cluster import TOKEN, start_daemon
 from waiting import until
 
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
 from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.rpc.tls import host_of
 
 FILES = 128
 """Descriptors that the coordinator may have, about 50 of which it needs itself."""
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """Bytes that open an HTTP/2 connection, which then may stay silent for any time."""
-
-
-@contextmanager
-def coordinator(folder: Path) -> Iterator[str]:
-    """A process with few descriptors; its log is `log` in the folder."""
-    command = [sys.executable, "-m", "penstock.appliance", "--listen", "127.0.0.1:0"]
-    with (
-        (folder / "log").open("wb") as log,
-        subprocess.Popen(
-            ["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh", *command],
-            env={"PENSTOCK_TOKEN": TOKEN, "PATH": "/usr/bin:/bin"},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as running,
-    ):
-        assert running.stdout is not None
-        try:
-            yield running.stdout.readline().strip()
-        finally:
-            running.terminate()
 
 
 def answered(client: CoordinatorClient) -> bool:
@@ -54,19 +34,20 @@ def answered(client: CoordinatorClient) -> bool:
 def test_silent_connections_stop_nobody(tmp_path: Path, hello: bytes) -> None:
     """Neither the fleet that is there, nor for long those who come: more connections than it may have are closed, and
     all that make no call within 10 s."""
-    with coordinator(tmp_path) as address, ExitStack() as held:
-        host, _, port = address.rpartition(":")
-        with (
-            CoordinatorClient(address, TOKEN, insecure=True) as there,
-            CoordinatorClient(address, TOKEN, insecure=True) as comes,
-        ):
-            assert there.status().version
-            for _ in range(FILES):
-                peer = held.enter_context(socket.create_connection((host, int(port)), timeout=20))
-                with suppress(OSError):  # it may have been ended already
-                    peer.sendall(hello)
-            assert there.status().version
-            until(lambda: answered(comes), 20)
+    few = ["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh"]
+    with ExitStack() as held, (tmp_path / "log").open("wb") as log:
+        environment = {**os.environ, "PENSTOCK_TOKEN": TOKEN}
+        listen = ["--listen", "127.0.0.1:0"]
+        process, address = start_daemon("penstock.appliance", listen, environment, before=few, stderr=log.fileno())
+        held.callback(lambda: (process.kill(), process.wait(20)))
+        there, comes = (held.enter_context(CoordinatorClient(address, TOKEN, insecure=True)) for _ in range(2))
+        assert there.status().version
+        for _ in range(FILES):
+            peer = held.enter_context(socket.create_connection(host_of(address), timeout=20))
+            with suppress(OSError):  # it may have been ended already
+                peer.sendall(hello)
+        assert there.status().version
+        until(lambda: answered(comes), 20)
     assert "Too many open files" not in (tmp_path / "log").read_text()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from census import descendants
 from cluster import INPUTS
 from pki import ROLES, Pki
 from tests.security.conftest import SECRETS, TOKENS, Starter, tls_flags
@@ -22,21 +23,6 @@ if __name__ == "__main__":
         print(json.dumps([int(batch.flatten()[0]) for batch in DataLoader(streams.unsharded, 4)]))
         print(repr(appliance), appliance.settings, appliance._access, file=sys.stderr)
 """
-
-
-def processes_below(*pids: int) -> list[Path]:
-    """/proc entries of these and of everything that they started."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    found = set(pids)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return [Path(f"/proc/{pid}") for pid in found]
 
 
 def test_mutual_tls_training_shows_no_secret(start: Starter, pki: Pki, tmp_path: Path) -> None:
@@ -73,18 +59,17 @@ def test_mutual_tls_training_shows_no_secret(start: Starter, pki: Pki, tmp_path:
     keys = [line for line in Path(shown.key).read_text().splitlines() if not line.startswith("-")]
     said = run.stderr + run.stdout + status.stdout + status.stderr
     said += coordinator.log.read_text() + worker.log.read_text()
-    running = processes_below(coordinator.process.pid, worker.process.pid)
+    daemons = [started.process.pid for started in (coordinator, worker)]
+    running = [Path(f"/proc/{pid}") for pid in daemons + [below for pid in daemons for below in descendants(pid)]]
     assert len(running) >= 3, "the fork server too"
     arguments = b"".join((entry / "cmdline").read_bytes() for entry in running).decode()
     for secret in (*SECRETS.values(), *keys):
         assert secret not in said
         assert secret not in arguments
     # User code runs as the worker's user and could find them, but not by accident, in a dump of its environment.
-    daemons = {f"{started.process.pid}" for started in (coordinator, worker)}
-    for entry in running:
-        if entry.name not in daemons:
-            environ = (entry / "environ").read_bytes()
-            assert b"PENSTOCK_TOKEN" not in environ
-            assert not any(secret.encode() in environ for secret in (*SECRETS.values(), *keys))
+    for entry in running[len(daemons) :]:
+        environ = (entry / "environ").read_bytes()
+        assert b"PENSTOCK_TOKEN" not in environ
+        assert not any(secret.encode() in environ for secret in (*SECRETS.values(), *keys))
     journal = b"".join(file.read_bytes() for file in (tmp_path / "state").iterdir() if file.is_file())
     assert not any(secret.encode() in journal for secret in SECRETS.values())
