@@ -22,14 +22,24 @@ def saved(state: Any) -> Any:
 class AllWorkers:
     """Each box takes its batches from its workers in turn."""
 
-    def __init__(self, made: Callable[[], Any], topology: Shape, before: AllWorkers | None = None) -> None:
+    def __init__(
+        self,
+        made: Callable[[], Any],
+        topology: Shape,
+        before: AllWorkers | None = None,
+        *,
+        state: Any = None,
+        **load: Any,
+    ) -> None:
         """
         Args:
             made: a worker's loader, whose batches are lists.
             before: whose state it goes on from. On the same topology whose turn it was stays, as a box's position does.
+            state: aggregated state from which it goes on instead.
+            load: arguments of deaggregate_state_dict.
         """
-        self.made, self.topology = made, topology
-        state = before.state() if before is not None else None
+        self.made, self.topology, self.load = made, topology, load
+        state = before.state() if before is not None and state is None else state
         boxes, workers = topology
         self.workers: list[Any] = [self._worker(number, state) for number in range(boxes * workers)]
         self.passes: list[Iterator[Any]] = [iter(loader) for loader in self.workers]
@@ -40,7 +50,7 @@ class AllWorkers:
         with assigned(Assignment(number // workers, boxes, number % workers, workers, 0, 1)):
             loader = self.made()
             if state is not None:
-                loader.load_state_dict(saved(loader.deaggregate_state_dict(state)))
+                loader.load_state_dict(saved(loader.deaggregate_state_dict(state, **self.load)))
         return loader
 
     def take(self, steps: int) -> list[list[Any]]:

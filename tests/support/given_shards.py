@@ -47,7 +47,7 @@ class Given:
         return self.cursor(samples, saved)
 
     def cursor(self, samples: list[Any], saved: SavedPosition | None) -> Cursor:
-        return _Cursor(self, samples, 0 if saved is None else saved["at"])
+        return _Cursor(self, samples, 0 if saved is None else saved["index"])
 
 
 class Placed(Given):
@@ -76,7 +76,7 @@ class _Cursor(RunCursor):
         first, found = self._at, self._samples[self._at : self._at + count]
         self._at += len(found)
         self._source.made += len(found)
-        return Run(found, len(found), lambda number: {"at": first + number})
+        return Run(found, len(found), lambda number: {"index": first + number})
 
     def skip(self, count: int) -> int:
         passed = min(count, len(self._samples) - self._at)
@@ -84,7 +84,7 @@ class _Cursor(RunCursor):
         return passed
 
     def saved_position(self) -> SavedPosition:
-        return {"at": self._at}
+        return {"index": self._at}
 
     def close(self) -> None:
         pass

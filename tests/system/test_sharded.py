@@ -15,6 +15,7 @@ from chains import kill_runners, runners
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.errors import StateMismatchError
 from penstock.proto.state.counts import by_key, imbalance_of
 from penstock.proto.state.counts import rows_of as rows_of_state
 
@@ -109,3 +110,33 @@ def test_balanced_rows_are_resumed(appliance: Appliance) -> None:
     got += batches
     assert [sorted(batch) for batch in got] == [sorted(batch) for batch in alone("balanced", 20)]
     assert imbalance_of(rows_of_state(state) or {}) is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_layers_begin_anew_at_any_step(appliance: Appliance) -> None:
+    """Lines of another length, from a step that was not announced, on other workers, which are killed: each document is
+    read once, but for the listed ones, of which the lines before had a part."""
+
+    def tokens(length: int, workers: int, steps: int, state: Any, **load: Any) -> tuple[Counter[int], Any]:
+        loader, before, found = DataLoader(dealt.packed, length, global_batch_size=6), runners(), Counter[int]()
+        if state is not None:
+            loader.load_state_dict(state, **load)
+        with beside(appliance, num_workers_per_box=workers) as own:
+            executor = DataExecutor(loader, num_steps=steps, appliance=own)
+            for number, lines in enumerate(executor):
+                found.update(lines[lines > 0].tolist())
+                if load and number == 5:
+                    kill_runners(before)
+            return found, loader.state_dict()
+
+    first, state = tokens(5, 2, 13, None)
+    with pytest.raises(StateMismatchError, match="layers='restart'"):
+        tokens(31, 3, 1, state)
+    second, state = tokens(31, 3, 10, state, layers="restart")
+    both = {token // 100 for token in first} & {token // 100 for token in second}
+    assert len(both) == len(state["cut"]) > 0
+    for document in {token // 100 for token in second}:
+        parts = [sum(found[100 * document + at] for at in range(1, 10)) for found in (first, second)]
+        assert parts[1] <= 1 + document % 9
+        assert (parts[0] > 0) == (document in both)
+        assert parts[0] < 1 + document % 9

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, ParamSpec, Protocol, cast, overload
+from typing import Any, Literal, ParamSpec, Protocol, cast, get_args, overload
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -25,11 +25,17 @@ from penstock.client.api.session import Session
 from penstock.client.states.batch_sizes import batch_size_of
 from penstock.client.states.code_reference import check_arguments, copied, ship
 from penstock.client.states.local_loader import LocalLoader, check_strict, no_length
-from penstock.client.states.saved_state import KEY, SavedState, blank, is_to_be_filled, read
+from penstock.client.states.saved_state import KEY, Layers, SavedState, blank, is_to_be_filled, read
 from penstock.client.states.worker_records import checkpoints_of, saved_of
 from penstock.client.stream.checkpoint_schedule import checked_int
 from penstock.proto.batch.digest import DigestCover
-from penstock.proto.errors import NotRestartableError, PenstockError, StateMismatchError, StateUnavailableError
+from penstock.proto.errors import (
+    InvalidArgumentError,
+    NotRestartableError,
+    PenstockError,
+    StateMismatchError,
+    StateUnavailableError,
+)
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.assignment import Assignment
 from penstock.proto.state.codec import decode_state, encode_state
@@ -349,7 +355,7 @@ class DataLoader:
             run.offer(lambda: [saved.start(box, *topology, strict=True) for box in range(saved.num_boxes)])
         return saved
 
-    def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, sd: dict[str, Any], strict: bool = True, layers: Layers = "keep") -> None:
         """Load a state of this loader, from which the next executor resumes.
 
         Args:
@@ -357,6 +363,8 @@ class DataLoader:
                 a dict that its deaggregate_state_dict understands: the first step is then step 1, and the run has a new
                 seed unless Appliance(seed=) is given.
             strict: value for the argument `strict` of the loader's own methods, where they have this argument.
+            layers: "restart" if a ShardLoader has other layers over the same documents (length, tokenizer, filter,
+                window): the position in the documents stays, the layers begin anew, and no document is lost.
 
         Raises:
             StateMismatchError: sd is the state of another loader, or not a state.
@@ -364,7 +372,11 @@ class DataLoader:
             StateCorruptError, StateVersionError: sd is damaged, or of another version's format.
             RuntimeError: an executor is iterating.
             TypeError: only one of the loader's load_state_dict and deaggregate_state_dict takes `strict`."""
+        if layers not in get_args(Layers):
+            raise InvalidArgumentError(f"layers must be 'keep' or 'restart', got {layers!r}")
         saved = self._loadable(sd)
+        if layers == "restart" and saved.methods != 4:
+            raise InvalidArgumentError(f"layers='restart' needs a ShardLoader, and {self.name} is none. Leave it out")
         if saved.methods == 4:
             try:
                 self._local.instance("load_state_dict")  # takes `strict` in both loading methods or in none
@@ -374,7 +386,7 @@ class DataLoader:
         loaded = replace(saved)
         if saved.methods == 4:
             loaded.aggregated = copy.deepcopy(saved.aggregated)
-        self.stream.load(loaded, strict=strict)
+        self.stream.load(loaded, strict=strict, layers=layers)
         self._given, self._cached = given, None
 
     def _loadable(self, sd: dict[str, Any]) -> SavedState:

@@ -20,7 +20,7 @@ from penstock.client.api.appliance_settings import ApplianceSettings
 from penstock.client.api.session import Session
 from penstock.client.states.code_reference import CodeReference
 from penstock.client.states.local_loader import LocalLoader
-from penstock.client.states.saved_state import BoxStart, SavedState
+from penstock.client.states.saved_state import KEEP, BoxStart, Layers, SavedState
 from penstock.client.stream.streams import Opening, Reader, StreamRun
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import NotRestartableError, PenstockError, StateMismatchError, StateUnavailableError
@@ -37,7 +37,7 @@ class LoaderStream:
         """Iterator that took the last batch, and whose loop has not ended."""
         self._openings = 0
         self.loaded: SavedState | None = None
-        self._strict = True
+        self._strict, self._layers = True, KEEP
         self.expected: ApplianceSettings | None = None
         """Settings of the appliance that was passed to a DataExecutor of this loader."""
         self._leaves_epoch = False
@@ -76,9 +76,9 @@ class LoaderStream:
     def iterated(self) -> bool:
         return self._holder is not None and self._holder() is not None
 
-    def load(self, saved: SavedState, *, strict: bool) -> None:
+    def load(self, saved: SavedState, *, strict: bool, layers: Layers) -> None:
         self.close()
-        self.loaded, self._strict = saved, strict
+        self.loaded, self._strict, self._layers = saved, strict, layers
         self._leaves_epoch = self._ends_epoch = False
         self.drawn = None
 
@@ -272,7 +272,9 @@ class LoaderStream:
         if saved is None:
             start = BoxStart(Position.start(settings.slots_per_box).to_proto(), b"", False)
         else:
-            start = saved.start(box, settings.num_boxes, settings.slots_per_box, strict=self._strict)
+            start = saved.start(
+                box, settings.num_boxes, settings.slots_per_box, strict=self._strict, layers=self._layers
+            )
         begins = saved is None or saved.step == 0 or start.anew  # an epoch from its beginning
         if begins and self.asked_epoch not in (None, start.position.epoch):
             start.position.labels.add(epoch=start.position.epoch, label=self.asked_epoch)

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.data_loader import DataLoader
 from penstock.client.api.executor import DataExecutor
+from penstock.client.states.saved_state import Layers
 from penstock.client.stream.checkpoint_schedule import CheckpointSteps, checked_int
 
 T = TypeVar("T")
@@ -184,13 +185,13 @@ class Lookahead(IterableDataset[Any]):
             )
         return self._loader.state_at(self.step)
 
-    def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, sd: dict[str, Any], strict: bool = True, layers: Layers = "keep") -> None:
         """Load a state, from which the next iteration resumes. Raises the errors of DataLoader.load_state_dict()."""
         steps = self._steps() if self._steps is not None else None
         if steps is not None:
             steps.close()  # the framework may hold its iterator; a loop that goes on has an error
         self._got()
-        self._loader.load_state_dict(sd, strict)
+        self._loader.load_state_dict(sd, strict, layers)
         self._loads += 1
         self._step = None
         if self._over_at is not None and self._over_at[0] == self._loader.step:

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from penstock.client.api.data_loader import DataLoader
 from penstock.client.api.lookahead import Lookahead
+from penstock.client.states.saved_state import Layers
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.tracebacks import warn_user
@@ -37,7 +38,8 @@ def penstock_trainer(base: type[T]) -> type[T]:
     Training resumes at the first batch that was not trained on before the checkpoint; resume_from_checkpoint=True takes
     the newest complete one. A batch is what a process trains on at once, so batch sizes in TrainingArguments do not
     count. A Lookahead of the loader is taken, too; without one the steps of `save_steps` are announced to the workers.
-    `eval_dataset` may be a dict, or none of Penstock's.
+    `eval_dataset` may be a dict, or none of Penstock's. `train(..., layers="restart")` is for other layers, see
+    DataLoader.load_state_dict().
 
     Raises InvalidArgumentError for another train_dataset; when training resumes, StateMismatchError for a checkpoint
     without the loader's position."""
@@ -64,7 +66,8 @@ class _Fed:
         every = self.args.save_steps * self.args.gradient_accumulation_steps
         announced = int(every) if self.args.save_strategy == "steps" and self.args.save_steps >= 1 else None
         mine.train_dataset, mine.eval_dataset = _ahead(train_dataset, announced), _ahead(eval_dataset)
-        mine.add_callback(LoaderState())
+        self._position = LoaderState()
+        mine.add_callback(self._position)
 
     def get_train_dataloader(self) -> Any:
         return cast(Any, self).train_dataset
@@ -78,7 +81,8 @@ class _Fed:
         parent: Any = super()
         return parent.get_eval_dataloader(eval_dataset)
 
-    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, layers: Layers = "keep", **named: Any) -> Any:
+        self._position.layers = layers
         if resume_from_checkpoint is True:  # True again, if there is none: the Trainer's own error
             resume_from_checkpoint = newest_checkpoint(cast(str, self.args.output_dir)) or True
         parent: Any = super()
@@ -115,6 +119,7 @@ class LoaderState(TrainerCallback, ExportableState):
     def __init__(self) -> None:
         self._ahead: Lookahead | None = None
         self.epoch_over = False
+        self.layers: Layers = "keep"
 
     def state(self) -> dict[str, Any]:
         """Return the state that the Trainer saves as JSON. It also calls this once before the training."""
@@ -142,7 +147,7 @@ class LoaderState(TrainerCallback, ExportableState):
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}: else a Trainer that resumed "
                 "accumulates over the end of the epoch, losses differ, and training may end before max_steps",
             )
-        ahead.load_state_dict(cast(dict[str, Any], decode_state(base64.b64decode(saved))))
+        ahead.load_state_dict(cast(dict[str, Any], decode_state(base64.b64decode(saved))), layers=self.layers)
         if of_callback["attributes"].get("epoch_over"):
             ahead.leave_epoch(at_its_end=True)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import xxhash
 
@@ -35,6 +35,8 @@ from penstock.proto.state.position import MOST, Position
 from penstock.proto.state.state_dict import StateDict
 from penstock.proto.v1 import records_pb2
 
+Layers = Literal["keep", "restart"]
+KEEP: Layers = "keep"
 KEY = "__penstock__"
 STATE = "state"
 FORMAT = 4
@@ -169,17 +171,21 @@ class SavedState:
             )
         return {**self.aggregated, **own_part}
 
-    def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
+    def start(
+        self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool, layers: Layers = "keep"
+    ) -> BoxStart:
         """Return where a box resumes on this topology. Raises StateMismatchError if it cannot."""
+        restart: dict[str, Any] = {} if layers == "keep" else {"layers": layers}
+        strict = strict and not restart  # other layers make other batches, which are not compared
         if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
             other = self.new_topology(num_boxes, num_workers_per_box)
-            carried: dict[str, Any] = {}
+            carried = restart.copy()
             if strict and (records := self._records(box, num_boxes, num_workers_per_box)):
                 carried["records"] = records
             if strict and (first := self._first):
                 carried["first"] = first
             return other._start(box, num_workers_per_box, strict, carried)
-        return self._start(box, num_workers_per_box, strict, {})
+        return self._start(box, num_workers_per_box, strict, restart)
 
     @property
     def slot_0_is_next(self) -> bool:

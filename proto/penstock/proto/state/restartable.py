@@ -157,16 +157,16 @@ def takes_strict(loader: object) -> bool:
     if methods == 0:
         return False
     names: Sequence[str] = ("load_state_dict", "deaggregate_state_dict") if methods == 4 else ("load_state_dict",)
-    taking = [name for name in names if _has_strict(getattr(loader, name))]
+    taking = [name for name in names if takes(getattr(loader, name), "strict")]
     if 0 < len(taking) < len(names):
         kind = (loader if isinstance(loader, type) else type(loader)).__qualname__
         raise TypeError(f"{kind}: only {taking[0]} takes `strict`; let {' and '.join(names)} both take it, or neither")
     return bool(taking)
 
 
-def _has_strict(method: Any) -> bool:
+def takes(method: Any, argument: str) -> bool:
     try:
         parameters = inspect.signature(method).parameters.values()
     except (TypeError, ValueError):
         return False
-    return any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from penstock.data.sharded.layers.left_out import opened
 from penstock.data.sharded.protocol import (
     NOWHERE,
     Cursor,
@@ -56,14 +57,14 @@ class ShardReaders:
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}
         self._latest = -1
-        self._states = states.copy()
+        self._begun, self._states = states, states.copy()
         self._touched: set[int] = set()
         """Shards that were read since their cursor states were saved."""
         self._ahead: dict[int, tuple[int, SavedPosition]] = {}
         """Cursor states from before samples of later batches were read ahead."""
         self._held: dict[tuple[int, int], HeldSample] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
-        """Second cursor of a shard, which reads the epoch's beginning again to pad a batch, and its next index."""
+        """Second cursor of a shard, which reads samples again, to pad a batch or as a template; and its next index."""
 
     def get(self, shard: int, index: int, *, again: bool = False, following: int = 0) -> HeldSample:
         """Return a sample. `again`: its shard's cursor may be beyond it, so a second one reads it. `following`: how
@@ -140,8 +141,8 @@ class ShardReaders:
         cursor = self._cursors.get(shard)
         if cursor is None:
             index, saved = self._states.get(shard, (0, None))
-            cursor = self._cursors[shard] = self._source.open(
-                shard, self._epoch, self._seed, saved, self._positions(shard)
+            cursor = self._cursors[shard] = opened(
+                self._source, shard, self._epoch, self._seed, saved, self._positions(shard)
             )
             self._at[shard] = index
         return cursor
@@ -186,7 +187,9 @@ class ShardReaders:
             return True
         cursor, at = self._second.pop(shard, (None, 0))
         if cursor is None:
-            cursor = self._source.open(shard, self._epoch, self._seed, None, self._positions(shard))
+            at, saved = self._begun.get(shard, (0, None))
+            at, saved = (at, saved) if at <= index else (0, None)
+            cursor = opened(self._source, shard, self._epoch, self._seed, saved, self._positions(shard))
         try:
             if cursor.skip(index - at) < index - at:
                 return False

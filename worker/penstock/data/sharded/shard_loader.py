@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal, get_args
 
-from penstock.data.arguments import at_least_one, whole
+from penstock.data.arguments import at_least_one, one_of, whole
 from penstock.data.loading.collating import checked_collate, empty_batch, may_draw, name_rows, without_rows
 from penstock.data.loading.counting import Counts, LoaderCounts, skipped_rows
 from penstock.data.loading.keyed_random import seeded
@@ -17,10 +17,19 @@ from penstock.data.loading.loader import Loader
 from penstock.data.loading.restore_keys import with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balance import Balance, Imbalance
-from penstock.data.ordering.order_states import NUMBER_LIMIT, OrderProgress, Topology, check_format, differences
+from penstock.data.ordering.order_states import (
+    NUMBER_LIMIT,
+    OrderProgress,
+    Topology,
+    check_format,
+    differences,
+    others_of,
+    progress_of,
+)
 from penstock.data.ordering.partition import APART, Partition
 from penstock.data.sharded.layers.layer import is_keyed, leaves_out
 from penstock.data.sharded.layers.packed_rows import collate_packed
+from penstock.data.sharded.layers.restart import LayersRestart
 from penstock.data.sharded.mixture_changes import (
     CHANGES,
     LoadSource,
@@ -40,7 +49,7 @@ from penstock.data.sharded.mixture_changes import (
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.row_balance import RowBalance
 from penstock.data.sharded.sample_counts import changes_shares, counted_samples, wanted_shares
-from penstock.data.sharded.shard_cursors import HeldSample
+from penstock.data.sharded.shard_cursors import CursorStates, HeldSample
 from penstock.data.sharded.shard_keys import KeyStage, digest_of
 from penstock.data.sharded.shard_orders import Tail
 from penstock.data.sharded.shard_states import (
@@ -58,6 +67,9 @@ from penstock.proto.state.generators import derive_seed
 from penstock.worker.batch.building import collate
 
 _log = logging.getLogger(__name__)
+
+Layers = Literal["keep", "restart"]
+SHOWN = 10
 
 
 class ShardLoader(Loader):
@@ -234,6 +246,61 @@ class ShardLoader(Loader):
         if position.progress.topology == topology:
             return position
         return self._fixed_order.repartitioned(position, topology, first=0)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, layers: Layers = "keep") -> None:
+        """As every Loader. `layers`: "restart" if the layers over the documents are others than in the saved run: the
+        position in the documents stays, and the layers begin anew. No document is lost. One of which a part was
+        yielded is read again from its beginning; the state lists these in "cut", as (shard, index in the shard). Only
+        from a state of all workers; StateMismatchError if the data differ, or the old layers are needed."""
+        super().load_state_dict(self._with_layers(state_dict, layers, own=False), strict)
+
+    def deaggregate_state_dict(self, aggregated: Any, strict: bool = True, layers: Layers = "keep") -> dict[str, Any]:
+        """As every Loader. `layers`: as in `load_state_dict`."""
+        return super().deaggregate_state_dict(self._with_layers(aggregated, layers, own=True), strict)
+
+    def _with_layers(self, state: Any, layers: Layers, *, own: bool) -> Any:
+        """Return a state for the present layers. `own`: of this worker's shards only."""
+        one_of("layers", layers, get_args(Layers))
+        if layers == "keep":
+            return state
+        check_format(state, *KIND)
+        until = self._adopt(state) if self._assigned or CHANGES in state else None
+        order = self._with_later_weights(state, until)["order"]
+        now = {**state, "order": {**order, "source": self._described["source"]}}
+        check_order(now, self._described, strict=True)
+        if not differences(order.get("source"), self._described["source"]):
+            return state
+        topology = progress_of(now).topology
+        if others_of(state, {}) or not ("others" in state or self._is_whole(topology)):
+            raise StateMismatchError(
+                "layers='restart' needs a state of all workers at one step. Take DataLoader.state_dict(), from another "
+                "step if this one is at an epoch's end"
+            )
+        restart = LayersRestart(order.get("source", {}), self.source)
+        position, counts = self._fixed_order.before_restart(now, restart)
+        opening, endless_order = self._plan.opening(position.progress.epoch), position.endless_order
+        needed = self._part(now, strict=True).cursors if own and endless_order is not None else position.cursors
+        cursors, cut = CursorStates(), list[tuple[int, int | None]]()
+        for shard, count in enumerate(counts.tolist()):
+            if not count or (shard in position.cursors and shard not in needed):
+                continue
+            if shard in position.ended:
+                cursors[shard] = count, restart.anew(count, None)
+                continue
+            position_of = None if endless_order is None else endless_order.position_of(shard)
+            index, saved = position.cursors.get(shard, (0, None))
+            place = restart.place((shard, *opening), index, saved, count, position_of)
+            cursors[shard] = count, place.saved
+            cut += [(shard, number) for number in place.cut]
+        if cut:
+            _log.warning(
+                "the layers begin anew: %d documents of which a part was yielded are read again; as (shard, index in "
+                "it), and all in the state's entry 'cut': %s",
+                len(cut),
+                cut[:SHOWN],
+            )
+        position = replace(position, cursors=cursors, cut=tuple(cut))
+        return {**now, "cut": [], **position.state(now["order"])}
 
     def _aggregated(self, states: list[Any]) -> dict[str, Any]:
         known = self._with_all_changes(states)

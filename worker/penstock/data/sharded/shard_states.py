@@ -38,6 +38,7 @@ from penstock.data.ordering.partition import APART, Partition, WorkerTurn
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import checked
 from penstock.data.sharded.layers.mixture_schedule import with_later_weights
+from penstock.data.sharded.layers.restart import LayersRestart
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.shard_cursors import CursorStates
 from penstock.data.sharded.shard_orders import EndlessOrder, RoundRobin, Tail
@@ -63,6 +64,8 @@ class ShardedPosition:
     ended: Mapping[int, int] = field(default_factory=dict)
     """Number of samples in each shard whose end was found by reading."""
     endless_order: EndlessOrder | None = None
+    cut: tuple[tuple[int, int | None], ...] = ()
+    """(shard, index) of the documents that a change of layers (layers/restart.py) has cut: the last one in this run."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """The cursor states are three lists: a thousand take 60 us to encode, and 740 us as separate dicts."""
@@ -75,6 +78,8 @@ class ShardedPosition:
             more["block"] = self.endless_order.block
         else:
             more["ended"], more["lengths"] = list(self.ended), list(self.ended.values())
+        if self.cut:
+            more["cut"] = [list(each) for each in self.cut]
         return {"format": FORMAT, **msgspec.to_builtins(self.progress), "order": dict(order), **more}
 
 
@@ -88,6 +93,7 @@ class _Entries(msgspec.Struct):
     ended: list[Number] = []
     lengths: list[Number] = []
     taken: Number = 0
+    cut: list[tuple[Number, Number | None]] = []
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class FixedOrder:
                 raise ValueError(f"its position must be within the {length} samples of the epoch, got {progress}")
         except ValueError as error:
             raise damaged_state("the ShardLoader's state is damaged", error) from error
-        return ShardedPosition(progress, cursors, ended, endless_order)
+        return ShardedPosition(progress, cursors, ended, endless_order, tuple(entries.cut))
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         positions = [self.read(state) for state in states]
@@ -144,7 +150,8 @@ class FixedOrder:
         progress, dones = common_progress([each.progress for each in positions])
         now, workers = [each for each in positions if each.progress.epoch == progress.epoch], progress.topology.workers
         ended = {shard: length for each in now for shard, length in each.ended.items()}
-        whole = ShardedPosition(progress, {}, ended, now[0].endless_order)
+        cut = tuple(dict.fromkeys(each for position in positions for each in position.cut))
+        whole = ShardedPosition(progress, {}, ended, now[0].endless_order, cut)
         whole = replace(whole, cursors=self._furthest(whole, now))
         taken = {}
         if any(TAKEN in state for state in states):
@@ -240,13 +247,34 @@ class FixedOrder:
             return partition.position(progress.done)
         return progress.start + progress.done * progress.topology.batch
 
-    def _furthest(self, whole: ShardedPosition, positions: Sequence[ShardedPosition]) -> CursorStates:
-        """Return, for each shard, the furthest cursor state among all workers that does not lie beyond `whole`."""
+    def before_restart(self, state: Mapping[str, Any], restart: LayersRestart) -> tuple[ShardedPosition, Ints]:
+        """Return the position in an aggregated state of other layers, and the number of their samples before it, by
+        shard. Raises StateMismatchError if the lengths that the new layers report cannot be true for this epoch."""
+        was = replace(self, source=restart.documents) if restart.one_to_one else self
+        position = was.read(state)
+        counts, epoch = was.counts(position), position.progress.epoch
+        if self.source.endless:
+            return position, counts
+        lengths = restart.documents.lengths(epoch) if restart.one_to_one else None
+        if lengths is None and self.source.lengths(epoch) is not None:
+            raise StateMismatchError(
+                "layers='restart' needs layers of unknown lengths for the rest of this epoch, because the saved run's "
+                "were unknown. Keep a Filtered or Packed that yields all, or change the layers at the epoch's end"
+            )
+        ends = position.ended if lengths is None else dict(enumerate(lengths))
+        ended = {shard: count for shard, count in enumerate(counts.tolist()) if count == ends.get(shard)}
+        return replace(position, ended=ended), counts
+
+    def counts(self, whole: ShardedPosition) -> Ints:
+        """Return the number of samples before an aggregated position, by shard."""
         position = self._position(whole)
         if whole.endless_order is not None:
-            counts: Ints = whole.endless_order.counts(position)
-        else:
-            counts = self.round_robin(whole.progress.epoch, whole.ended).counts(position)
+            return whole.endless_order.counts(position)
+        return self.round_robin(whole.progress.epoch, whole.ended).counts(position)
+
+    def _furthest(self, whole: ShardedPosition, positions: Sequence[ShardedPosition]) -> CursorStates:
+        """Return, for each shard, the furthest cursor state among all workers that does not lie beyond `whole`."""
+        counts = self.counts(whole)
         found: CursorStates = {}
         for each in positions:
             for shard, (index, saved) in each.cursors.items():
@@ -281,7 +309,10 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
             f"{message}. Use the settings of the saved run: the position depends on {' and '.join(fixed)}"
         )
     if strict:
-        raise StateMismatchError(f"{message}. Use the settings of the saved run, or load with strict=False")
+        raise StateMismatchError(
+            f"{message}. Use the settings of the saved run; or load with layers='restart', if you change layers over "
+            "the same documents (length, tokenizer, filter, window); or with strict=False"
+        )
     warnings.warn(f"{message}. Samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
 
 

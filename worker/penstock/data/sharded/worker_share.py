@@ -10,6 +10,7 @@ from penstock.data.ordering.balance import Imbalance
 from penstock.data.ordering.order_states import OrderProgress
 from penstock.data.ordering.partition import Partition, WorkerTurn
 from penstock.data.sharded.epoch_stream import EpochStream, Rows
+from penstock.data.sharded.layers.left_out import opened
 from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.row_balance import RowBalance
 from penstock.data.sharded.shard_cursors import HeldSample, ShardReaders
@@ -98,7 +99,7 @@ class SharePlan:
         endless_order = None if found.block is None else self.fixed_order.endless_order(found.block)
         position_of = None if endless_order is None else endless_order.position_of(found.shard)
         epoch, seed = self.opening(found.epoch)
-        cursor = stages[found.order].source.open(found.shard, epoch, seed, found.saved, position_of)
+        cursor = opened(stages[found.order].source, found.shard, epoch, seed, found.saved, position_of)
         try:
             cursor.skip(found.index - found.at)
             return next(cursor)
@@ -202,7 +203,7 @@ class WorkerShare:
         ended = self._stream.ended if self._stream is not None else {}
         begun = self._begun.progress
         progress = OrderProgress(begun.epoch, begun.start, self._done, begun.topology, begun.first)
-        return ShardedPosition(progress, cursors, ended, self._begun.endless_order)
+        return ShardedPosition(progress, cursors, ended, self._begun.endless_order, self._begun.cut)
 
     def latest(self) -> tuple[int, SavedPosition] | None:
         """Return the shard that was read last, and its cursor's saved position, at which a mixture's present weights

@@ -34,6 +34,7 @@ from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
     InputFnError,
+    InvalidArgumentError,
     NotRestartableError,
     PenstockError,
     ReplayMismatchError,
@@ -52,6 +53,7 @@ from penstock.proto.state.restartable import (
     is_pure,
     is_vouched,
     state_methods,
+    takes,
     takes_strict,
     worker_state,
 )
@@ -691,7 +693,7 @@ class SlotLoader:
 
     def deaggregate(self, aggregated: Any, strict: bool) -> Any:
         with self._user("deaggregate_state_dict()", activity="load_state_dict"), uncounted():
-            return self._loader.deaggregate_state_dict(aggregated, **self._if_taken(strict))
+            return self._loader.deaggregate_state_dict(aggregated, **(self._layers() or self._if_taken(strict)))
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
         self._load(self.deaggregate(aggregated, strict), strict)
@@ -700,6 +702,15 @@ class SlotLoader:
         with self._user("load_state_dict()", activity="load_state_dict"):
             as_main_process(lambda: self._loader.load_state_dict(state, **self._if_taken(strict)))
         self._loaded = True
+
+    def _layers(self) -> dict[str, str]:
+        layers = (self.resume or {}).get("layers")
+        if layers is not None and not takes(self._loader.deaggregate_state_dict, "layers"):
+            raise InvalidArgumentError(
+                f"{self.name}: load_state_dict(layers={layers!r}) needs a ShardLoader, got "
+                f"{type(self._loader).__name__}, whose deaggregate_state_dict has no `layers`. Leave it out"
+            )
+        return {} if layers is None else {"layers": layers}
 
     def _if_taken(self, strict: bool) -> dict[str, bool]:
         return {"strict": strict} if self.capabilities.takes_strict else {}

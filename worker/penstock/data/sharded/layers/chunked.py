@@ -14,6 +14,7 @@ from penstock.data.arguments import at_least_one
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.documents import Block, DocumentParser, DocumentReader, token_of
 from penstock.data.sharded.layers.layer import Layer, entered
+from penstock.data.sharded.layers.left_out import opened
 from penstock.data.sharded.protocol import Cursor, Origin, PositionOf, SavedPosition, ShardedSource
 from penstock.data.sharded.runs import Run, RunCursor
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -75,7 +76,7 @@ class Chunked(Layer):
         self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         (index, piece), inner = entered(saved, "Chunked", "index", "piece")
-        cursor = self.source.open(shard, epoch, seed, inner)
+        cursor = opened(self.source, shard, epoch, seed, inner)
         parser = DocumentParser("Chunked", shard, epoch, strip=self._strip)
         reader = DocumentReader(self, cursor, shard, index, parser, least=self._least)
         return _ChunkedCursor(reader, self._length, self._bos, self._eos, self._longest, piece)

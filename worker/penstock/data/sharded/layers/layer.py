@@ -18,6 +18,9 @@ forever. One that is true for a sample in 10,000 reaches this with probability e
 
 
 NUMBER_LIMIT = 1 << 62
+ANEW = "anew"
+"""Entry of the saved position of a layer that begins anew over its source's: a number beyond all that the layers before
+it have used as the index of a sample or window, so that no random choice is made twice."""
 UNREADABLE = "unreadable"
 """Field of the description of a source whose data are gone: why."""
 
@@ -101,7 +104,8 @@ def entered(saved: SavedPosition, layer: str, *names: str) -> tuple[list[int], S
         return [0] * len(names), None
     if not isinstance(saved, Mapping):
         raise StateCorruptError(f"the saved position of {layer} must be a dict of integers, got {saved!r:.200}")
-    found = [saved.get(name) for name in names]
+    fresh = {"index": saved.get(ANEW), "window": saved.get(ANEW)}
+    found = [fresh.get(name, 0) if ANEW in saved else saved.get(name) for name in names]
     numbers = [number for number in found if type(number) is int and 0 <= number < NUMBER_LIMIT]
     if len(numbers) < len(names):
         damaged = dict(zip(names, found, strict=True))

@@ -14,6 +14,7 @@ import numpy as np
 from penstock.data.arguments import whole
 from penstock.data.ordering.permutation import mix
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, title
+from penstock.data.sharded.layers.left_out import opened
 from penstock.data.sharded.protocol import (
     Cursor,
     KnownRecords,
@@ -110,10 +111,10 @@ class Mapped(_PerSample):
         call = self._call(shard, epoch, seed)
         (index,), inner = entered(saved, "Mapped", "index")
         if not self._skip_failures:
-            return _EachCursor(self.source.open(shard, epoch, seed, inner, position_of), call, index)
+            return _EachCursor(opened(self.source, shard, epoch, seed, inner, position_of), call, index)
         limit = SearchLimit(self.source, f"Mapped {self._name}", shard)
         return _SomeCursor(
-            self.source.open(shard, epoch, seed, inner), _Tolerant(call, self._skip_failures), index, limit
+            opened(self.source, shard, epoch, seed, inner), _Tolerant(call, self._skip_failures), index, limit
         )
 
 
@@ -144,7 +145,7 @@ class Filtered(_PerSample):
             return bool(call(sample, index)), sample
 
         limit = SearchLimit(self.source, f"Filtered {self._name}", shard)
-        return _SomeCursor(self.source.open(shard, epoch, seed, inner), taken, index, limit)
+        return _SomeCursor(opened(self.source, shard, epoch, seed, inner), taken, index, limit)
 
 
 class _Call:

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from penstock.data.arguments import at_least_one, one_of, truth
 from penstock.data.sharded.layers.documents import Block, DocumentParser, DocumentReader, located, token_of
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
+from penstock.data.sharded.layers.left_out import opened
 from penstock.data.sharded.layers.packed_rows import TRANSFORMERS, Documents, Part, RowFields, RowOrigins
 from penstock.data.sharded.layers.windows import WindowCursor
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
@@ -167,7 +168,7 @@ class Packed(Layer):
         if self._window is not None:
             return self._open_windows(parser, self._window, shard, epoch, seed, saved)
         (index, offset), inner = entered(saved, "Packed", "index", "offset")
-        reader = DocumentReader(self, self.source.open(shard, epoch, seed, inner), shard, index, parser)
+        reader = DocumentReader(self, opened(self.source, shard, epoch, seed, inner), shard, index, parser)
         if self._split and self._bos is None and self._eos is None:
             return _StreamCursor(reader, self._fields, offset)
         return _LineCursor(reader, self._fields, self._bos, self._eos, self._split, offset)
@@ -193,7 +194,7 @@ class Packed(Layer):
             fitted = best_fit([part.end - part.begin for part in parts], self._length)
             return [[parts[at] for at in line] for line in fitted], []
 
-        cursor, where = self.source.open(shard, epoch, seed, inner), f"Packed: shard {shard}, epoch {epoch}"
+        cursor, where = opened(self.source, shard, epoch, seed, inner), f"Packed: shard {shard}, epoch {epoch}"
         limit = SearchLimit(self.source, "Packed", shard)
         return _FittedCursor(self._fields, cursor, window, lines, number, done, where, limit)
 

@@ -12,6 +12,7 @@ import numpy as np
 from penstock.data.arguments import at_least_one
 from penstock.data.ordering.permutation import mix
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, title
+from penstock.data.sharded.layers.left_out import opened
 from penstock.data.sharded.protocol import (
     NOWHERE,
     Cursor,
@@ -62,7 +63,7 @@ class WindowShuffled(Layer):
         where = f"shard {shard}, epoch {epoch}"
         # position_of is not passed on: samples are yielded in another order than they are read, so a mixture below
         # would compute its shares at wrong positions.
-        cursor = self.source.open(shard, epoch, seed, inner)
+        cursor = opened(self.source, shard, epoch, seed, inner)
 
         def shuffled(samples: list[Any], origins: list[Origin], number: int) -> tuple[list[Any], list[Origin]]:
             # All at once: sorting by random words is faster than a Feistel network that computes each position by
@@ -114,7 +115,7 @@ class Grouped(Layer):
         self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         (number, done), inner = entered(saved, "Grouped", "window", "done")
-        cursor = self.source.open(shard, epoch, seed, inner)
+        cursor = opened(self.source, shard, epoch, seed, inner)
         limit = SearchLimit(self.source, f"Grouped {self._name}", shard)
         where = f"shard {shard}, epoch {epoch}"
         return WindowCursor(cursor, self._window, self._grouped, number, done, where, limit)
