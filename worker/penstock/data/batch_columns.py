@@ -59,17 +59,9 @@ def as_python_numbers(values: Array) -> Values:
 
 
 def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
-    """Return a copy of the slices that begin at the indexes `begins` (at least one), shape (slices, size). `values`
-    must be one-dimensional and contiguous, and contain all slices."""
-    count = len(begins)
-    first = int(begins[0])
-    if not size:
-        return np.empty((count, 0), values.dtype)
-    if int(begins[-1]) - first == size * (count - 1) and (begins[1:] - begins[:-1] == size).all():
-        return values[first : first + count * size].reshape(count, size).copy()
-    step = values.itemsize
-    slices = np.ndarray((len(values) - size + 1, size), values.dtype, values, strides=(step, step))
-    return slices[begins]
+    """Return a copy of the slices that begin at the indexes `begins`, shape (slices, size)."""
+    found: Array = values[begins[:, None] + np.arange(size)]
+    return found
 
 
 def stacked(rows: list[Any]) -> Array | None:

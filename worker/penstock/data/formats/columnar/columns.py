@@ -27,19 +27,12 @@ KEPT_TYPES = 256
 """Number of pyarrow types for which the function that makes their columns is remembered."""
 
 
-GATHERED_BYTES = 4096
-"""Most bytes of values that are copied through one array, twice: larger ones are faster one by one."""
-
-
 class Column(Protocol):
     def at(self, row: int) -> Any:
         """Return the value in a row, as samples have it."""
 
     def many(self, rows: Sequence[int]) -> list[Any]:
         """Return the values in these rows, as samples have them."""
-
-    def view(self, row: int) -> Any:
-        """Return the value in a row, as `at` does; but an array may be a view of the column's memory."""
 
     def batch(self, rows: Ints) -> Values:
         """Return the values in these rows (at least one) joined into one column of a batch."""
@@ -151,8 +144,6 @@ class _Scalars:
     def at(self, row: int) -> Any:
         return self._value(self._array[row])
 
-    view = at
-
     def many(self, rows: Sequence[int]) -> list[Any]:
         return [self._value(self._array[row]) for row in rows]
 
@@ -167,8 +158,6 @@ class _Numbers:
 
     def at(self, row: int) -> Any:
         return self._item(row) if self._valid is None or self._valid[row] else None
-
-    view = at
 
     def many(self, rows: Sequence[int]) -> list[Any]:
         if self._valid is None:
@@ -187,16 +176,12 @@ class _Texts:
         code: Literal["q", "i"] = "q" if wide else "i"
         self._offsets = memoryview(offsets if offsets else bytes(8)).cast("B").cast(code)[array.offset :]
         self._data = memoryview(data if data else b"").cast("B")
-        self._bounds = np.frombuffer(self._offsets, code)
-        self._bytes = np.frombuffer(self._data, np.uint8)
 
     def at(self, row: int) -> Any:
         if self._valid is not None and not self._valid[row]:
             return None
         raw = self._data[self._offsets[row] : self._offsets[row + 1]]
         return str(raw, "utf-8") if self._is_text else bytes(raw)
-
-    view = at
 
     def many(self, rows: Sequence[int]) -> list[Any]:
         if isinstance(rows, range) and rows.step == 1:
@@ -214,15 +199,6 @@ class _Texts:
         run = range(listed[0], listed[0] + len(listed))
         if listed == list(run):
             return self.many(run)
-        if self._valid is not None or self._is_text:
-            return self.many(listed)
-        begins = self._bounds[rows]
-        sizes = self._bounds[rows + 1] - begins
-        size = int(sizes[0])
-        if 0 < size <= GATHERED_BYTES and (sizes == size).all():
-            # values of one size are copied as one array of them, in a third of the time
-            found: list[Any] = stacked_slices(self._bytes, begins, size).view(f"V{size}")[:, 0].tolist()
-            return found
         return self.many(listed)
 
 
@@ -240,16 +216,12 @@ class _Lists:
         self._begins = self._offsets.data
 
     def at(self, row: int) -> Any:
-        value = self.view(row)
-        return value.copy() if isinstance(value, np.ndarray) else value
-
-    def view(self, row: int) -> Any:
         if self._valid is not None and not self._valid[row]:
             return None
         begin, end = self._begins[row], self._begins[row + 1]
         if self._all_valid is not None and not self._all_valid[begin:end].all():
             return self._array[row].as_py()  # a numpy array of numbers cannot hold a null
-        return self._all[begin:end]
+        return self._all[begin:end].copy()
 
     def many(self, rows: Sequence[int]) -> list[Any]:
         return [self.at(row) for row in rows]
@@ -270,9 +242,6 @@ class _Converted:
     def at(self, row: int) -> Any:
         return self._convert(self._column.at(row))
 
-    def view(self, row: int) -> Any:
-        return self._convert(self._column.view(row))
-
     def many(self, rows: Sequence[int]) -> list[Any]:
         return [self._convert(value) for value in self._column.many(rows)]
 
@@ -292,9 +261,6 @@ class ChosenRows:
     def at(self, row: int) -> Any:
         return self._column.at(self._listed[row])
 
-    def view(self, row: int) -> Any:
-        return self._column.view(self._listed[row])
-
     def many(self, rows: Sequence[int]) -> list[Any]:
         return self._column.many([self._listed[row] for row in rows])
 
@@ -309,8 +275,6 @@ class ConstantColumn:
 
     def at(self, row: int) -> Any:
         return self._column.at(0)
-
-    view = at
 
     def many(self, rows: Sequence[int]) -> list[Any]:
         return self._column.many([0] * len(rows))
@@ -327,10 +291,6 @@ class _Chunks:
     def at(self, row: int) -> Any:
         part = bisect_right(self._begins, row) - 1
         return self._parts[part].at(row - self._begins[part])
-
-    def view(self, row: int) -> Any:
-        part = bisect_right(self._begins, row) - 1
-        return self._parts[part].view(row - self._begins[part])
 
     def many(self, rows: Sequence[int]) -> list[Any]:
         return [self.at(row) for row in rows]
