@@ -51,7 +51,7 @@ def test_forked_child_of_a_trainer_gets_an_error(appliance: Appliance) -> None:
             lambda: next(iter(DataExecutor(loader))),
             lambda: loader.state_dict(),
             lambda: next(iter(DataExecutor(DataLoader(streams.counter, 3), appliance=appliance))),
-            lambda: CoordinatorClient("127.0.0.1:1", "another one", insecure=True),
+            lambda: CoordinatorClient("127.0.0.1:1", "another", insecure=True),
         ):
             with pytest.raises(errors.ForkedProcessError, match="spawn"):
                 use()
