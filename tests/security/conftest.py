@@ -108,14 +108,12 @@ class AnyStatus(CoordinatorServicer):
 
 
 @asynccontextmanager
-async def answering(address: str, tokens: str, tls: Tls | None = None) -> AsyncIterator[RunningServer]:
-    """Serve it in this loop."""
-    served = await server_aio(
-        address,
-        tokens,
-        lambda server: add_CoordinatorServicer_to_server(AnyStatus(), server),  # type: ignore[abstract]
-        tls=tls,
-    )
+async def answering(
+    address: str, tokens: str, tls: Tls | None = None, servicer: CoordinatorServicer | None = None
+) -> AsyncIterator[RunningServer]:
+    """Serve it, or another one, in this loop."""
+    added = servicer or AnyStatus()  # type: ignore[abstract]
+    served = await server_aio(address, tokens, lambda server: add_CoordinatorServicer_to_server(added, server), tls=tls)
     try:
         yield served
     finally:

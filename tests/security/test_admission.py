@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from coroutines import in_loop
 from fake_cluster import FakeCluster, limited
 from served import coordinator
 
@@ -62,24 +63,21 @@ def test_peers_differ_by_address_not_by_port() -> None:
 
 
 @limited(peer_burst=1, peer_per_s=0.4, all_per_s=4.0, all_burst=5)
-def test_retry_time_travels_and_is_honoured() -> None:
+@in_loop
+async def test_retry_time_travels_and_is_honoured() -> None:
     request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
-
-    async def run() -> None:
-        async with coordinator() as address, AsyncCoordinatorClient(address, "token", insecure=True) as client:
+    async with coordinator() as address, AsyncCoordinatorClient(address, "token", insecure=True) as client:
+        await client.register(request)
+        with pytest.raises(OverloadedError, match=r"RegisterWorker calls a second from 127\.0\.0\.1") as caught:
             await client.register(request)
-            with pytest.raises(OverloadedError, match=r"RegisterWorker calls a second from 127\.0\.0\.1") as caught:
-                await client.register(request)
-            assert 0.0 < caught.value.retry_after_s <= 2.5
-            await asyncio.sleep(caught.value.retry_after_s)
-            await client.register(request)
-            with CoordinatorClient(address, "token", insecure=True) as blocking, pytest.raises(OverloadedError):
-                await asyncio.to_thread(blocking.open_run, pb.OpenRunRequest())
-            begun = time.monotonic()
-            await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))  # is never held up
-            assert time.monotonic() - begun < 15
-
-    asyncio.run(run())
+        assert 0.0 < caught.value.retry_after_s <= 2.5
+        await asyncio.sleep(caught.value.retry_after_s)
+        await client.register(request)
+        with CoordinatorClient(address, "token", insecure=True) as blocking, pytest.raises(OverloadedError):
+            await asyncio.to_thread(blocking.open_run, pb.OpenRunRequest())
+        begun = time.monotonic()
+        await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))  # is never held up
+        assert time.monotonic() - begun < 15
 
 
 @limited(workers_max=2, runs_max=2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from bearer import metadata
+from coroutines import in_loop
 from fake_cluster import FakeCluster, limited
 from served import coordinator
 
@@ -50,27 +51,24 @@ def test_slots_are_placed_in_slices() -> None:
 # ---------------------------------------------------------------------------------------------------- held answers
 
 
-def test_a_box_holds_few_watches() -> None:
+@in_loop
+async def test_a_box_holds_few_watches() -> None:
     """Answer a hundred long polls of one box, and as many of one worker, at once, except for four of each."""
-
-    async def run() -> None:
-        async with (
-            coordinator(limits=Limits(), tokens=TOKENS) as address,
-            AsyncCoordinatorClient(address, "a-token-of-one", insecure=True) as client,
-        ):
-            reply = await client.open_run(opening())
-            watch = pb.WatchRunRequest(run=reply.run, attempt=1, box=0, client_id="c", hold_s=60)
-            watch.seen_version = (await client.watch_run(watch)).version
-            held = [asyncio.create_task(client.watch_run(watch)) for _ in range(100)]
-            async with asyncio.timeout(30):
-                while sum(task.done() for task in held) < 96:
-                    await asyncio.sleep(0.02)
-            assert all(task.result().version == watch.seen_version for task in held if task.done())
-            for task in held:
-                task.cancel()
-            await asyncio.gather(*held, return_exceptions=True)
-
-    asyncio.run(run())
+    async with (
+        coordinator(limits=Limits(), tokens=TOKENS) as address,
+        AsyncCoordinatorClient(address, "a-token-of-one", insecure=True) as client,
+    ):
+        reply = await client.open_run(opening())
+        watch = pb.WatchRunRequest(run=reply.run, attempt=1, box=0, client_id="c", hold_s=60)
+        watch.seen_version = (await client.watch_run(watch)).version
+        held = [asyncio.create_task(client.watch_run(watch)) for _ in range(100)]
+        async with asyncio.timeout(30):
+            while sum(task.done() for task in held) < 96:
+                await asyncio.sleep(0.02)
+        assert all(task.result().version == watch.seen_version for task in held if task.done())
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
 
 
 async def _first(call: Any) -> None:
@@ -78,25 +76,23 @@ async def _first(call: Any) -> None:
 
 
 @limited(queries_of_token_max=2)
-def test_a_token_has_so_many_queries_open() -> None:
-    async def run() -> None:
-        async with coordinator(tokens=TOKENS) as address, connect_aio(address) as bare:
-            stub = CoordinatorStub(bare)
-            one, two = metadata("a-token-of-one"), metadata("a-token-of-two")
-            await stub.OpenRun(opening(), metadata=one)
-            query = pb.FetchStateRequest(run="job/0", attempt=1, step=0, deadline_s=60)  # no worker can answer it
-            held = [asyncio.create_task(_first(stub.FetchState(query, metadata=one))) for _ in range(3)]
-            done, waiting = await asyncio.wait(held, timeout=30, return_when=asyncio.FIRST_COMPLETED)
-            (refused,) = (str(task.exception()) for task in done)
-            assert "one token must have at most 2 open state queries" in refused
-            other = asyncio.create_task(_first(stub.FetchState(query, metadata=two)))
-            done, _ = await asyncio.wait([other], timeout=0.5)
-            assert not done, "another token has its own"
-            for task in (*waiting, other):
-                task.cancel()
-            await asyncio.gather(*held, other, return_exceptions=True)
-
-    asyncio.run(run())
+@in_loop
+async def test_a_token_has_so_many_queries_open() -> None:
+    async with coordinator(tokens=TOKENS) as address, connect_aio(address) as bare:
+        stub = CoordinatorStub(bare)
+        one, two = metadata("a-token-of-one"), metadata("a-token-of-two")
+        await stub.OpenRun(opening(), metadata=one)
+        query = pb.FetchStateRequest(run="job/0", attempt=1, step=0, deadline_s=60)  # no worker can answer it
+        held = [asyncio.create_task(_first(stub.FetchState(query, metadata=one))) for _ in range(3)]
+        done, waiting = await asyncio.wait(held, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        (refused,) = (str(task.exception()) for task in done)
+        assert "one token must have at most 2 open state queries" in refused
+        other = asyncio.create_task(_first(stub.FetchState(query, metadata=two)))
+        done, _ = await asyncio.wait([other], timeout=0.5)
+        assert not done, "another token has its own"
+        for task in (*waiting, other):
+            task.cancel()
+        await asyncio.gather(*held, other, return_exceptions=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ room
@@ -116,48 +112,42 @@ def test_one_token_does_not_fill_the_blob_budget() -> None:
     )
 
 
-def test_uploads_of_a_token_wait_for_their_own() -> None:
+@in_loop
+async def test_uploads_of_a_token_wait_for_their_own() -> None:
     """Delay other tokens by at most the one upload that is running, however many values a token sends."""
+    room, came = MemoryBudget(10), list[str]()
 
-    async def run() -> None:
-        room, came = MemoryBudget(10), list[str]()
+    async def one(who: str, size: int) -> None:
+        async with room.taken(size, who):
+            came.append(who)
+            await asyncio.sleep(0.001)
 
-        async def one(who: str, size: int) -> None:
-            async with room.taken(size, who):
-                came.append(who)
-                await asyncio.sleep(0.001)
-
-        tasks = [asyncio.create_task(one("greedy", 5)) for _ in range(100)]
-        await asyncio.sleep(0)
-        tasks.append(asyncio.create_task(one("other", 5)))
-        await asyncio.gather(*tasks)
-        assert came.index("other") <= 3
-        assert room._used == 0
-        assert not room._by_token
-
-    asyncio.run(run())
+    tasks = [asyncio.create_task(one("greedy", 5)) for _ in range(100)]
+    await asyncio.sleep(0)
+    tasks.append(asyncio.create_task(one("other", 5)))
+    await asyncio.gather(*tasks)
+    assert came.index("other") <= 3
+    assert room._used == 0
+    assert not room._by_token
 
 
 @limited(part_s=1.0, least_bytes_per_s=64 * MIB, reads_max=MIB)
-def test_a_reader_that_takes_nothing_is_ended() -> None:
+@in_loop
+async def test_a_reader_that_takes_nothing_is_ended() -> None:
     """Its value is in memory, and others wait for the room."""
-
-    async def run() -> None:
-        async with (
-            coordinator(limits=Limits(), tokens=TOKENS) as address,
-            AsyncCoordinatorClient(address, "a-token-of-workers", insecure=True) as client,
-            connect_aio(address) as bare,
-        ):
-            data = b"x" * (24 * MIB)
-            stub, name = CoordinatorStub(bare), blob_name(data)
-            await stub.PutBlob(blob_parts(data, "run"), metadata=metadata("a-token-of-one"))
-            slow = stub.GetBlob(pb.GetBlobRequest(blob=name), metadata=metadata("a-token-of-workers"))
-            await slow.read()
-            async with asyncio.timeout(60):
-                assert await client.get_blob(name) == data  # waits until the slow one is ended
-            slow.cancel()
-
-    asyncio.run(run())
+    async with (
+        coordinator(limits=Limits(), tokens=TOKENS) as address,
+        AsyncCoordinatorClient(address, "a-token-of-workers", insecure=True) as client,
+        connect_aio(address) as bare,
+    ):
+        data = b"x" * (24 * MIB)
+        stub, name = CoordinatorStub(bare), blob_name(data)
+        await stub.PutBlob(blob_parts(data, "run"), metadata=metadata("a-token-of-one"))
+        slow = stub.GetBlob(pb.GetBlobRequest(blob=name), metadata=metadata("a-token-of-workers"))
+        await slow.read()
+        async with asyncio.timeout(60):
+            assert await client.get_blob(name) == data  # waits until the slow one is ended
+        slow.cancel()
 
 
 def test_a_worker_has_so_many_slots() -> None:

@@ -142,39 +142,37 @@ def test_refused_lanes_are_one_line_for_each_box(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_slot_has_one_sender_for_many_lanes() -> None:
+@in_loop
+async def test_slot_has_one_sender_for_many_lanes() -> None:
     """Each had a thread and descriptors for as long as its peer kept the connection: 500 were the end of a daemon."""
     runner: list[socket.socket] = []
 
     async def take(connection: socket.socket, hello: lane_pb2.Hello) -> None:
         runner.append(connection)
 
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        listeners = LaneListeners(take)
-        listeners.open("127.0.0.1:0")
-        lanes_of_one, threads = [], threading.active_count()
-        try:
-            for _ in range(20):
-                lanes_of_one.append(await connected(listeners))
-                await loop.sock_sendall(lanes_of_one[-1], HELLO)
-            other = await connected(listeners)
-            lanes_of_one.append(other)
-            hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0", slot=1)
-            await loop.sock_sendall(other, sealed(hello.SerializeToString()))
-            async with asyncio.timeout(20):
-                for sock in lanes_of_one[:10]:
-                    with contextlib.suppress(ConnectionError):
-                        assert await loop.sock_recv(sock, 1) == b""
-                while len(runner) < 21 or threading.active_count() > threads + 2 or listeners.remote > 2:
-                    await asyncio.sleep(0.005)
-            assert listeners.remote == 2
-        finally:
-            listeners.close()
-            for sock in (*lanes_of_one, *runner):
-                sock.close()
-
-    asyncio.run(run())
+    loop = asyncio.get_running_loop()
+    listeners = LaneListeners(take)
+    listeners.open("127.0.0.1:0")
+    lanes_of_one, threads = [], threading.active_count()
+    try:
+        for _ in range(20):
+            lanes_of_one.append(await connected(listeners))
+            await loop.sock_sendall(lanes_of_one[-1], HELLO)
+        other = await connected(listeners)
+        lanes_of_one.append(other)
+        hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0", slot=1)
+        await loop.sock_sendall(other, sealed(hello.SerializeToString()))
+        async with asyncio.timeout(20):
+            for sock in lanes_of_one[:10]:
+                with contextlib.suppress(ConnectionError):
+                    assert await loop.sock_recv(sock, 1) == b""
+            while len(runner) < 21 or threading.active_count() > threads + 2 or listeners.remote > 2:
+                await asyncio.sleep(0.005)
+        assert listeners.remote == 2
+    finally:
+        listeners.close()
+        for sock in (*lanes_of_one, *runner):
+            sock.close()
 
 
 def test_daemon_without_descriptors_accepts_later() -> None:

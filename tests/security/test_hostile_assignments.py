@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hostile_coordinator import SECRET, Hostile, assignment, serving
+from coroutines import in_loop
+from hostile_coordinator import SECRET, Hostile, assignment
+from tests.security.conftest import answering
 from waiting import PATIENCE
 
 from penstock.proto.rpc.bounds.polling import HOLD_S, PollPace, intervals
@@ -43,31 +45,28 @@ REPLIES: dict[str, Callable[[int], pb.HeartbeatReply]] = {
 }
 
 
-def test_a_worker_outlives_hostile_replies(start: Any) -> None:
+@in_loop
+async def test_a_worker_outlives_hostile_replies(start: Any) -> None:
     """The worker keeps running, polls no more often than allowed, and at last ends on SIGTERM."""
     hostile = Hostile(lambda number: pb.HeartbeatReply())  # type: ignore[abstract]
-
-    async def run() -> None:
-        async with serving(hostile) as address:
-            options = ["--slots", str(SLOTS), "--allow", "streams", "--coordinator", address]
-            worker = await asyncio.to_thread(start, "penstock.worker", *options, token=SECRET)
-            for name, reply in REPLIES.items():
-                hostile.reply, hostile.reports = reply, 0
-                began, before = time.monotonic(), hostile.heartbeats
-                await asyncio.sleep(WATCHED_S)
-                while hostile.heartbeats == before and time.monotonic() - began < PATIENCE * 15:
-                    await asyncio.sleep(0.1)
-                assert worker.process.poll() is None, name
-                # each change of a slot is reported beside the long poll
-                polls = PollPace.BURST + PollPace.PER_S * (time.monotonic() - began)
-                assert 0 < hostile.heartbeats - before < 2 * polls + 20, name
-                assert hostile.reports <= 2 * SLOTS, name
-            worker.process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(worker.process.wait, 15) == 0
-        log = worker.log.read_text()
-        assert "Traceback" not in log
-
-    asyncio.run(run())
+    async with answering("127.0.0.1:0", SECRET, servicer=hostile) as served:
+        options = ["--slots", str(SLOTS), "--allow", "streams", "--coordinator", served.address]
+        worker = await asyncio.to_thread(start, "penstock.worker", *options, token=SECRET)
+        for name, reply in REPLIES.items():
+            hostile.reply, hostile.reports = reply, 0
+            began, before = time.monotonic(), hostile.heartbeats
+            await asyncio.sleep(WATCHED_S)
+            while hostile.heartbeats == before and time.monotonic() - began < PATIENCE * 15:
+                await asyncio.sleep(0.1)
+            assert worker.process.poll() is None, name
+            # each change of a slot is reported beside the long poll
+            polls = PollPace.BURST + PollPace.PER_S * (time.monotonic() - began)
+            assert 0 < hostile.heartbeats - before < 2 * polls + 20, name
+            assert hostile.reports <= 2 * SLOTS, name
+        worker.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.process.wait, 15) == 0
+    log = worker.log.read_text()
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize("value", [math.nan, 0.0, -1.0, 1e300, math.inf])

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from coroutines import in_loop
 from lane_doors import listeners, refusing
 from pki import Pair, Pki
 from tests.security.conftest import answering
@@ -54,36 +55,33 @@ async def refused(client: AsyncCoordinatorClient) -> bool:
 # -------------------------------------------------------------------------------------------------------------- tokens
 
 
-def test_tokens_are_rotated_and_taken_away(
+@in_loop
+async def test_tokens_are_rotated_and_taken_away(
     tmp_path: Path, socket_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel, "RENEW_S", 0.01)
     all_of_them, of_one = tmp_path / "all", tmp_path / "one"
     put(all_of_them, f"admin:{OLD}")
     put(of_one, f"admin:{OLD}")
-
-    async def run() -> None:
-        async with (
-            answering(socket_address, read_tokens(all_of_them)),
-            AsyncCoordinatorClient(socket_address, OLD, insecure=True) as old,
-            AsyncCoordinatorClient(socket_address, NEW, insecure=True) as new,
-            AsyncCoordinatorClient(socket_address, read_token("admin", file=of_one), insecure=True) as follows,
-        ):
-            with CoordinatorClient(socket_address, read_token("admin", file=of_one), insecure=True) as blocking:
-                assert await let_in(old)
-                assert await let_in(follows)
-                assert await refused(new)
-                await asyncio.to_thread(blocking.status)
-                put(all_of_them, f"admin:{OLD}\nadmin:{NEW}")
-                await until(lambda: let_in(new))
-                assert await let_in(old)
-                put(of_one, f"admin:{NEW}")
-                put(all_of_them, f"admin:{NEW}")
-                await until(lambda: refused(old))
-                assert await let_in(follows)
-                await asyncio.to_thread(blocking.status)
-
-    asyncio.run(run())
+    async with (
+        answering(socket_address, read_tokens(all_of_them)),
+        AsyncCoordinatorClient(socket_address, OLD, insecure=True) as old,
+        AsyncCoordinatorClient(socket_address, NEW, insecure=True) as new,
+        AsyncCoordinatorClient(socket_address, read_token("admin", file=of_one), insecure=True) as follows,
+    ):
+        with CoordinatorClient(socket_address, read_token("admin", file=of_one), insecure=True) as blocking:
+            assert await let_in(old)
+            assert await let_in(follows)
+            assert await refused(new)
+            await asyncio.to_thread(blocking.status)
+            put(all_of_them, f"admin:{OLD}\nadmin:{NEW}")
+            await until(lambda: let_in(new))
+            assert await let_in(old)
+            put(of_one, f"admin:{NEW}")
+            put(all_of_them, f"admin:{NEW}")
+            await until(lambda: refused(old))
+            assert await let_in(follows)
+            await asyncio.to_thread(blocking.status)
 
 
 def test_file_that_became_invalid_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +164,8 @@ def test_mismatched_files_are_not_taken_up(
     assert not of_role.renew(), "it is no certificate of a worker"
 
 
-def test_coordinator_takes_up_its_new_tls_files(
+@in_loop
+async def test_coordinator_takes_up_its_new_tls_files(
     tmp_path: Path, socket_address: str, pki: Pki, pair: Pair, other: Pki
 ) -> None:
     """The CA is replaced: both are trusted first, then new certificates are made, then the old CA is taken away."""
@@ -174,62 +173,55 @@ def test_coordinator_takes_up_its_new_tls_files(
     files.hold(pki, pair=pair)
     mine.hold(pki, pair=pair)
     newer = other.issue("newer")
-
-    async def run() -> None:
-        async with answering(socket_address, OLD, files.load()) as served:
-            assert served.files is not None
-            assert served.files.expires_at == expires(mine.load()).timestamp()
-            async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as stays:
-                assert await let_in(stays)
-                files.hold(pki, other)
-                mine.hold(pki, other)
-                for each in (pair, newer):
-                    mine.hold(pair=each)
-                    async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
-                        assert await let_in(client)
-                files.hold(other, pair=newer)
-                assert await let_in(stays), "its connection lasts"
-            mine.hold(other)
-            async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
-                assert await let_in(client)
-            mine.hold(pki, other, pair=pair)
-            async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
-                assert await refused(client), "the CA of its certificate is not trusted any more"
-
-    asyncio.run(run())
+    async with answering(socket_address, OLD, files.load()) as served:
+        assert served.files is not None
+        assert served.files.expires_at == expires(mine.load()).timestamp()
+        async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as stays:
+            assert await let_in(stays)
+            files.hold(pki, other)
+            mine.hold(pki, other)
+            for each in (pair, newer):
+                mine.hold(pair=each)
+                async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
+                    assert await let_in(client)
+            files.hold(other, pair=newer)
+            assert await let_in(stays), "its connection lasts"
+        mine.hold(other)
+        async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
+            assert await let_in(client)
+        mine.hold(pki, other, pair=pair)
+        async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
+            assert await refused(client), "the CA of its certificate is not trusted any more"
 
 
-def test_callers_reconnect_with_their_new_files(
+@in_loop
+async def test_callers_reconnect_with_their_new_files(
     tmp_path: Path, socket_address: str, pki: Pki, pair: Pair, other: Pki
 ) -> None:
     files, mine = Files(tmp_path / "files"), Files(tmp_path / "mine")
     files.hold(pki, pair=pair)
     mine.hold(pki, pair=pair)
     newer = other.issue("of-the-other-ca")
-
-    async def run() -> None:
-        async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
-            blocking = CoordinatorClient(socket_address, OLD, tls=mine.load())
-            async with answering(socket_address, OLD, files.load()):
-                assert await let_in(client)
-                await asyncio.to_thread(blocking.status)
-            files.hold(other, pair=newer)
-            async with answering(socket_address, OLD, files.load()):
-                for _ in range(3):
-                    assert await refused(client)
-                    with pytest.raises(CoordinatorUnavailableError):
-                        await asyncio.to_thread(blocking.status)
-                mine.hold(other, pair=newer)
-                await until(lambda: let_in(client))
-                while True:
-                    try:
-                        await asyncio.to_thread(blocking.status)
-                    except CoordinatorUnavailableError:
-                        continue
-                    break
-            blocking.close()
-
-    asyncio.run(run())
+    async with AsyncCoordinatorClient(socket_address, OLD, tls=mine.load()) as client:
+        blocking = CoordinatorClient(socket_address, OLD, tls=mine.load())
+        async with answering(socket_address, OLD, files.load()):
+            assert await let_in(client)
+            await asyncio.to_thread(blocking.status)
+        files.hold(other, pair=newer)
+        async with answering(socket_address, OLD, files.load()):
+            for _ in range(3):
+                assert await refused(client)
+                with pytest.raises(CoordinatorUnavailableError):
+                    await asyncio.to_thread(blocking.status)
+            mine.hold(other, pair=newer)
+            await until(lambda: let_in(client))
+            while True:
+                try:
+                    await asyncio.to_thread(blocking.status)
+                except CoordinatorUnavailableError:
+                    continue
+                break
+        blocking.close()
 
 
 def test_a_workers_lanes_show_what_its_files_hold(tmp_path: Path, pki: Pki, pair: Pair, other: Pki) -> None:

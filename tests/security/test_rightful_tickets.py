@@ -6,7 +6,9 @@ import asyncio
 import select
 from typing import Any
 
-from hostile_coordinator import SECRET, Hostile, assignment, key_of, serving
+from coroutines import in_loop
+from hostile_coordinator import SECRET, Hostile, assignment, key_of
+from tests.security.conftest import answering
 
 from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import BATCH, CLOSE, ERROR, LANE_PROTOCOL, connect_local
@@ -45,25 +47,22 @@ def answer(local_address: str, said: lane_pb2.Hello) -> str:
         consumer.close(say_so=False)
 
 
-def test_a_ticket_opens_its_slot_and_nothing_else(start: Any) -> None:
+@in_loop
+async def test_a_ticket_opens_its_slot_and_nothing_else(start: Any) -> None:
     assignments = [assignment(GENERATION, 0), assignment(GENERATION, 1)]
     hostile = Hostile(lambda number: pb.HeartbeatReply(assignments=assignments, wall_s=WALL_S))  # type: ignore[abstract]
-
-    async def run() -> None:
-        async with serving(hostile) as address:
-            options = ["--slots", "2", "--allow", "streams", "--coordinator", address]
-            started = await asyncio.to_thread(start, "penstock.worker", *options, token=SECRET)
-            while len(hostile.ready) < 2:
-                await asyncio.sleep(0.05)
-            for said, answered in (
-                (hello(key_of(GENERATION)), "batch"),
-                (hello(key_of(GENERATION), WALL_S - 100), "expired"),
-                (hello(key_of(GENERATION, 1)), "the ticket to read the batches of"),
-                (hello(key_of(6), generation=6), "no longer has box 0 slot 0"),
-                (hello(key_of(GENERATION, 7), slot=7), "no longer has box 0 slot 7"),
-            ):
-                assert answered in await asyncio.to_thread(answer, hostile.worker.local_address, said)
-            started.process.terminate()
-            await asyncio.to_thread(started.process.wait, 20)
-
-    asyncio.run(asyncio.wait_for(run(), 100))
+    async with answering("127.0.0.1:0", SECRET, servicer=hostile) as served:
+        options = ["--slots", "2", "--allow", "streams", "--coordinator", served.address]
+        started = await asyncio.to_thread(start, "penstock.worker", *options, token=SECRET)
+        while len(hostile.ready) < 2:
+            await asyncio.sleep(0.05)
+        for said, answered in (
+            (hello(key_of(GENERATION)), "batch"),
+            (hello(key_of(GENERATION), WALL_S - 100), "expired"),
+            (hello(key_of(GENERATION, 1)), "the ticket to read the batches of"),
+            (hello(key_of(6), generation=6), "no longer has box 0 slot 0"),
+            (hello(key_of(GENERATION, 7), slot=7), "no longer has box 0 slot 7"),
+        ):
+            assert answered in await asyncio.to_thread(answer, hostile.worker.local_address, said)
+        started.process.terminate()
+        await asyncio.to_thread(started.process.wait, 20)

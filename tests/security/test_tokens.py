@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import pytest
 from appliances import made
+from coroutines import in_loop
 from forked import join_all
 from tests.security.conftest import SECRETS, Starter, answering
 
@@ -217,18 +218,16 @@ CALLS: dict[Role, Callable[[AsyncCoordinatorClient], Awaitable[object]]] = {
 
 
 @pytest.mark.parametrize("role", CALLS)
-def test_a_role_may_make_its_calls_and_no_other(address: str, role: Role) -> None:
-    async def run() -> None:
-        async with AsyncCoordinatorClient(address, SECRETS[role], insecure=True) as client:
-            for of, call in CALLS.items():
-                if of == role:
-                    with contextlib.suppress(InvalidArgumentError):
-                        await call(client)
-                else:
-                    with pytest.raises(NotPermittedError, match=f"got one of {role}"):
-                        await call(client)
-
-    asyncio.run(run())
+@in_loop
+async def test_a_role_may_make_its_calls_and_no_other(address: str, role: Role) -> None:
+    async with AsyncCoordinatorClient(address, SECRETS[role], insecure=True) as client:
+        for of, call in CALLS.items():
+            if of == role:
+                with contextlib.suppress(InvalidArgumentError):
+                    await call(client)
+            else:
+                with pytest.raises(NotPermittedError, match=f"got one of {role}"):
+                    await call(client)
 
 
 SECRET = "s" * 64
@@ -255,17 +254,14 @@ def test_no_token_is_sent_in_clear_text(address: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["my#fleet", "why?", "a%41b", "a b", "é"])
-def test_a_sockets_path_is_taken_as_it_is(name: str, tmp_path: Path) -> None:
+@in_loop
+async def test_a_sockets_path_is_taken_as_it_is(name: str, tmp_path: Path) -> None:
     """For gRPC it is a URI: what follows a # would be left out, and the token sent to another socket."""
     folder = tmp_path / name
     folder.mkdir(mode=0o700)
-
-    async def run() -> None:
-        async with answering(f"unix:{folder}/s", SECRET), AsyncCoordinatorClient(f"unix:{folder}/s", SECRET) as client:
-            await client.status()
-        assert not [path for path in tmp_path.rglob("*") if path.name not in (name, "s")]
-
-    asyncio.run(run())
+    async with answering(f"unix:{folder}/s", SECRET), AsyncCoordinatorClient(f"unix:{folder}/s", SECRET) as client:
+        await client.status()
+    assert not [path for path in tmp_path.rglob("*") if path.name not in (name, "s")]
 
 
 async def serve(address: str) -> None:
@@ -306,21 +302,18 @@ def test_no_token_goes_where_others_can_put_a_socket(how: str, tmp_path: Path) -
             connect()
 
 
-def test_request_is_not_read_before_the_token(address: str) -> None:
+@in_loop
+async def test_request_is_not_read_before_the_token(address: str) -> None:
     """A stream is answered although its caller never says anything. A proof of a token is of another release."""
     wrong, other = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION
-
-    async def run() -> None:
-        async with connect_aio(address) as channel:
-            for shown, status, words in (
-                ((), wrong, "no token was sent"),
-                (("Bearer wrong",), wrong, "the token is wrong"),
-                (("Penstock-Proof",), other, "install the same release on both ends"),
-                (("Penstock-Proof 0 0 0",), other, "install the same release on both ends"),
-            ):
-                put: Any = channel.stream_unary(f"/{SERVICE}/PutBlob")
-                call = put(timeout=20, metadata=[("authorization", text) for text in shown])
-                assert await call.code() is status
-                assert words in await call.details()
-
-    asyncio.run(run())
+    async with connect_aio(address) as channel:
+        for shown, status, words in (
+            ((), wrong, "no token was sent"),
+            (("Bearer wrong",), wrong, "the token is wrong"),
+            (("Penstock-Proof",), other, "install the same release on both ends"),
+            (("Penstock-Proof 0 0 0",), other, "install the same release on both ends"),
+        ):
+            put: Any = channel.stream_unary(f"/{SERVICE}/PutBlob")
+            call = put(timeout=20, metadata=[("authorization", text) for text in shown])
+            assert await call.code() is status
+            assert words in await call.details()

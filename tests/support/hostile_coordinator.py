@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
-from penstock.proto.rpc.channel import server_aio
 from penstock.proto.rpc.credentials.tickets import lane_key
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
 
-__all__ = ["SECRET", "Hostile", "assignment", "key_of", "serving"]
+__all__ = ["SECRET", "Hostile", "assignment", "key_of"]
 
 SECRET = "s" * 64
 _LANES = b"l" * 32
@@ -74,15 +72,3 @@ class Hostile(CoordinatorServicer):
 
     async def PutState(self, parts: Any, context: Any) -> pb.PutStateReply:
         return pb.PutStateReply()
-
-
-@asynccontextmanager
-async def serving(hostile: CoordinatorServicer) -> AsyncIterator[str]:
-    """Its address, for the block."""
-
-    def register(server: Any) -> None:
-        add_CoordinatorServicer_to_server(hostile, server)
-
-    served = await server_aio("127.0.0.1:0", SECRET, register)
-    yield served.address
-    await served.stop(0)

@@ -45,7 +45,7 @@ class Pki:
 
     def self_signed(self, name: str) -> Pair:
         """Return a certificate that no CA has signed."""
-        return self._made(name, "-x509", "-subj", f"/CN={name}")
+        return self._made(name, "-x509", "-subj", f"/CN={name}", "-addext", f"subjectAltName={LOCAL}")
 
     def _made(self, name: str, *how: str, out: Path | None = None) -> Pair:
         pair = Pair(str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key"))

@@ -196,40 +196,48 @@ class _Client:
         return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
+class _Call:
+    """One call of the blocking client, which another thread makes."""
+
+    def __init__(self) -> None:
+        self.outcome: queue.SimpleQueue[tuple[Any, BaseException | None] | None] = queue.SimpleQueue()
+        """None: the first part of a streamed answer has arrived."""
+        self.given_up = False
+        """True if the caller waits no longer: nothing that arrives may be used."""
+
+    def make(self, work: Callable[[_Call], Any]) -> None:
+        try:
+            self.outcome.put((work(self), None))
+        except BaseException as error:
+            self.outcome.put((None, error))
+
+
 class _Waits:
     """Waits of callers for their calls, which other threads make."""
 
     def __init__(self) -> None:
-        self._outcomes: set[queue.SimpleQueue[tuple[Any, BaseException | None] | None]] = set()
+        self._calls: set[_Call] = set()
         self._failure: PenstockError | None = None
 
-    def wait_for(
-        self, work: Callable[[Callable[[], None]], Any], timeout_s: float, begins_s: float | None = None
-    ) -> Any:
-        """Return what `work` returns in another thread; it gets a function to call when the answer begins to arrive,
-        within `begins_s`. Raises its error, that of `fail`, queue.Empty after `timeout_s`; PenstockError if there can
-        be no other thread."""
-        outcome: queue.SimpleQueue[tuple[Any, BaseException | None] | None] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                outcome.put((work(lambda: outcome.put(None)), None))
-            except BaseException as error:
-                outcome.put((None, error))
-
-        self._outcomes.add(outcome)
+    def wait_for(self, work: Callable[[_Call], Any], timeout_s: float, begins_s: float | None = None) -> Any:
+        """Return what `work` returns in another thread, which is to report the begin of the answer within `begins_s`.
+        Raises its error, that of `fail`, queue.Empty after `timeout_s`; PenstockError if there can be no other
+        thread."""
+        call = _Call()
+        self._calls.add(call)
         try:
             if self._failure is not None:
                 raise self._failure
             try:
-                threading.Thread(target=run, name="penstock-call", daemon=True).start()
+                threading.Thread(target=call.make, args=(work,), name="penstock-call", daemon=True).start()
             except RuntimeError as error:
                 raise PenstockError(f"the coordinator cannot be called: {error}. Raise `ulimit -u` and `-v`") from error
-            ended = outcome.get(timeout=timeout_s if begins_s is None else min(begins_s, timeout_s))
+            ended = call.outcome.get(timeout=timeout_s if begins_s is None else min(begins_s, timeout_s))
             while ended is None:
-                ended = outcome.get(timeout=timeout_s)
+                ended = call.outcome.get(timeout=timeout_s)
         finally:
-            self._outcomes.discard(outcome)
+            call.given_up = True
+            self._calls.discard(call)
         answer, failure = ended
         if failure is not None:
             raise failure
@@ -238,18 +246,8 @@ class _Waits:
     def fail(self, error: PenstockError) -> None:
         """End all waits with an error, also later ones. From any thread."""
         self._failure = error
-        for outcome in list(self._outcomes):
-            outcome.put((None, error))
-
-
-@dataclass
-class _Call:
-    """One call of the blocking client, which another thread makes."""
-
-    begun: Callable[[], None] = lambda: None
-    """Called when the first part of a streamed answer has arrived."""
-    given_up: bool = False
-    """True if the caller waits no longer: nothing that arrives may be used."""
+        for call in list(self._calls):
+            call.outcome.put((None, error))
 
 
 class CoordinatorClient(_Client):
@@ -291,10 +289,7 @@ class CoordinatorClient(_Client):
     def _made(
         self, method: str, deadline_s: float, once: Callable[[_Call, _Metadata], Any], begins_s: float | None = None
     ) -> Any:
-        call = _Call()
-
-        def made(begun: Callable[[], None]) -> Any:
-            call.begun = begun
+        def made(call: _Call) -> Any:
             while True:
                 shown = self.metadata
                 try:
@@ -312,8 +307,6 @@ class CoordinatorClient(_Client):
                     f"the coordinator at {self.address} did not answer {method} within {waited_s:g} s. Check its load, "
                     "the network, and how many threads and how much memory this process may have (ulimit -u -v)"
                 ) from None
-            finally:
-                call.given_up = True
 
     def _ask(self, method: str, deadline_s: float, request: _Request, _: type[_Reply]) -> _Reply:
         """`request`: a message, or a function that returns an iterator of its parts, called before each try."""
@@ -338,7 +331,7 @@ class CoordinatorClient(_Client):
             try:
                 for number, part in enumerate(parts):
                     if not number:
-                        call.begun()
+                        call.outcome.put(None)
                     if call.given_up:
                         raise closed_here(self.address, f"during {method}")
                     take(parsed_reply(method, part))
