@@ -181,10 +181,22 @@ class BlocksReader(ABC):
             self._used((low,))
             return self._batch_of(low, rows)
         numbers = np.searchsorted(self._begins, rows, side="right") - 1
-        self._used(set(numbers.tolist()))
-        # one block after the other, because all of them may not fit into memory
-        parts = ((places, self._batch_of(number, rows[places])) for number, places in by_number(numbers))
-        return joined(len(rows), list(parts))
+        listed = numbers.tolist()
+        kept = {number: self._kept.get(number) for number in set(listed)}
+        self._used(kept)
+        loaded = {number: block for number, block in kept.items() if block is not None}
+        if len(loaded) < len(kept) or len(rows) >= FEW_ROWS * len(kept):
+            # one block after the other, because all of them may not fit into memory
+            parts = ((places, self._batch_of(number, rows[places])) for number, places in by_number(numbers))
+            return joined(len(rows), list(parts))
+        inside = (rows - np.array(self._begins)[numbers]).tolist()
+        for number, row in zip(listed, inside, strict=True):
+            if (fetch := loaded[number].fetch) is not None:
+                fetch(row, row + 1)
+        return {
+            name: [loaded[number].columns[place][1].at(row) for number, row in zip(listed, inside, strict=True)]
+            for place, name in enumerate(self._shown)
+        }
 
     def load(self, block: int) -> None:
         self._block(block, self._begins[block])
