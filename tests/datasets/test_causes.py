@@ -30,15 +30,6 @@ def parquet(path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"a": list(range(100))}), path)
 
 
-def test_empty_saved_dataset(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(json.dumps(EMPTY_STATE))
-    (tmp_path / "dataset_info.json").write_text("{}")
-    with pytest.raises(
-        DatasetError, match=r"state\.json lists no files, because the dataset that was saved has no rows"
-    ):
-        index_folder(tmp_path)
-
-
 def test_empty_split_of_a_saved_dict(tmp_path: Path) -> None:
     """The others can be indexed alone."""
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')

@@ -7,6 +7,7 @@ by file. Threads of this process, on a free port.
 from __future__ import annotations
 
 import email.utils
+import gzip
 import hashlib
 import http.server
 import os
@@ -59,6 +60,8 @@ class ShardServer:
         self.folder = folder
         self.validators = validators
         """True if answers have an ETag."""
+        self.compresses: Callable[[str], bool] = lambda accepted: False
+        """Whether an answer is compressed, without length and ranges, as by nginx; by the request's Accept-Encoding."""
         self.requests: Counter[str] = Counter()
         """File -> requests that were answered, or not."""
         self.ranges: list[tuple[str, str]] = []
@@ -135,6 +138,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 fault.then()
             return
         data = file.read_bytes()
+        if owner.compresses(self.headers.get("Accept-Encoding", "gzip")):
+            self._send_compressed(data if body else b"")
+            return
         tag = f'"{hashlib.md5(data).hexdigest()}"'
         if fault.flip:
             data = bytes((data[0] ^ 1,)) + data[1:]
@@ -154,6 +160,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._head(status, end - start + fault.more, headers)
         if body:
             self._send(data[start:end], fault)
+
+    def _send_compressed(self, data: bytes) -> None:
+        self.send_response(200)
+        for key, value in (("Content-Encoding", "gzip"), ("ETag", 'W/"1"'), ("Transfer-Encoding", "chunked")):
+            self.send_header(key, value)
+        self.end_headers()
+        if data:
+            packed = gzip.compress(data, 1)
+            self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(packed), packed))
 
     def _head(self, status: int, length: int, headers: Iterable[tuple[str, str]]) -> None:
         self.send_response(status)
