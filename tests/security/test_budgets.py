@@ -9,7 +9,7 @@ import pytest
 from bearer import metadata
 from coroutines import in_loop
 from fake_cluster import FakeCluster, limited
-from served import coordinator
+from served import coordinator, opening
 
 from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.appliance.journal.snapshot_store import MemoryBudget
@@ -22,12 +22,6 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 
 TOKENS = "client:a-token-of-one\nclient:a-token-of-two\nworker:a-token-of-workers"
-
-
-def opening() -> pb.OpenRunRequest:
-    request = pb.OpenRunRequest(job="job", client_id="c", num_boxes=1, num_workers_per_box=1)
-    request.loader.input_fn = "m:f"
-    return request
 
 
 # ------------------------------------------------------------------------------------------------ turns of the loop
@@ -59,7 +53,7 @@ async def test_a_box_holds_few_watches() -> None:
         AsyncCoordinatorClient(address, "a-token-of-one", insecure=True) as client,
     ):
         reply = await client.open_run(opening())
-        watch = pb.WatchRunRequest(run=reply.run, attempt=1, box=0, client_id="c", hold_s=60)
+        watch = pb.WatchRunRequest(run=reply.run, attempt=1, box=0, client_id="c0", hold_s=60)
         watch.seen_version = (await client.watch_run(watch)).version
         held = [asyncio.create_task(client.watch_run(watch)) for _ in range(100)]
         async with asyncio.timeout(30):

@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -32,18 +32,14 @@ async def refuse(connection: socket.socket, hello: lane_pb2.Hello) -> None:
     raise AuthenticationError("the daemon was asked")
 
 
-def trial(
-    body: Callable[[LaneListeners], Awaitable[None]], tls: Tls | None = None, attach: listeners.Attach = refuse
-) -> None:
-    async def run() -> None:
-        listeners = LaneListeners(attach, tls)
-        listeners.open("127.0.0.1:0")
-        try:
-            await body(listeners)
-        finally:
-            listeners.close()
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def listening(attach: listeners.Attach = refuse, tls: Tls | None = None) -> AsyncIterator[LaneListeners]:
+    opened = LaneListeners(attach, tls)
+    opened.open("127.0.0.1:0")
+    try:
+        yield opened
+    finally:
+        opened.close()
 
 
 async def connected(listeners: LaneListeners) -> socket.socket:
@@ -76,8 +72,9 @@ def ended(sock: socket.socket) -> bool:
         return True
 
 
-def test_thousand_silent_peers_shut_out_no_others(caplog: pytest.LogCaptureFixture) -> None:
-    async def body(listeners: LaneListeners) -> None:
+@in_loop
+async def test_thousand_silent_peers_shut_out_no_others(caplog: pytest.LogCaptureFixture) -> None:
+    async with listening() as listeners:
         before = len(list(Path("/proc/self/fd").iterdir()))
         silent = [await connected(listeners) for _ in range(1000)]
         try:
@@ -92,35 +89,32 @@ def test_thousand_silent_peers_shut_out_no_others(caplog: pytest.LogCaptureFixtu
         finally:
             for sock in silent:
                 sock.close()
-
-    trial(body)
     assert len(caplog.records) < 10, "they fill no log"
 
 
 @pytest.mark.parametrize("under_tls", [False, True])
-def test_who_says_nothing_is_let_go_in_time(
+@in_loop
+async def test_who_says_nothing_is_let_go_in_time(
     under_tls: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listeners, "HELLO_DEADLINE_S", 0.2)
-
-    async def body(listeners: LaneListeners) -> None:
-        loop = asyncio.get_running_loop()
+    caplog.set_level(logging.WARNING)
+    loop = asyncio.get_running_loop()
+    async with listening(tls=load_tls("", pair.cert, pair.key) if under_tls else None) as opened:
         for said in (b"", b"\x16\x03\x01\x02\x00\x01") if under_tls else (b"", HELLO[:2], HELLO[:-1]):
             begun = time.monotonic()
-            sock = await connected(listeners)
+            sock = await connected(opened)
             with contextlib.suppress(ConnectionError):  # what it had said was not read
                 await loop.sock_sendall(sock, said)
                 async with asyncio.timeout(20):
                     assert await loop.sock_recv(sock, 1) == b""
             assert time.monotonic() - begun >= 0.1
             sock.close()
-
-    with caplog.at_level(logging.WARNING):
-        trial(body, load_tls("", pair.cert, pair.key) if under_tls else None)
     assert caplog.text.count("no request arrived within 0.2 s") == 1, "the others are counted"
 
 
-def test_refused_lanes_are_one_line_for_each_box(caplog: pytest.LogCaptureFixture) -> None:
+@in_loop
+async def test_refused_lanes_are_one_line_for_each_box(caplog: pytest.LogCaptureFixture) -> None:
     """A box that opens lanes in a loop hides no refusal of another, and fills no log."""
 
     async def taken(connection: socket.socket, hello: lane_pb2.Hello) -> None:
@@ -128,14 +122,12 @@ def test_refused_lanes_are_one_line_for_each_box(caplog: pytest.LogCaptureFixtur
             LaneListeners.note_ticket(hello)
         raise SupersededError("a newer connection")
 
-    async def body(listeners: LaneListeners) -> None:
+    async with listening(taken) as listeners:
         for number in range(60):
             who = lane_pb2.Hello(protocol=LANE_PROTOCOL, run=("nobody", "job/0")[number % 2], box=number // 2 % 2)
             sock = await connected(listeners)
             assert (await answer(sock, sealed(who.SerializeToString()))).kind == CLOSE
             sock.close()
-
-    trial(body, attach=taken)
     said = [record.getMessage() for record in caplog.records]
     assert [line.partition(" to read")[0].removeprefix("a connection from ") for line in said] == [
         *("127.0.0.1", "job/0 box 0", "job/0 box 1")
@@ -175,8 +167,9 @@ async def test_slot_has_one_sender_for_many_lanes() -> None:
             sock.close()
 
 
-def test_daemon_without_descriptors_accepts_later() -> None:
-    async def body(listeners: LaneListeners) -> None:
+@in_loop
+async def test_daemon_without_descriptors_accepts_later() -> None:
+    async with listening() as listeners:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         host, _, port = listeners.tcp_address.rpartition(":")
         waiting = socket.create_connection((host, int(port)))  # in the backlog: the loop has not run since
@@ -197,8 +190,6 @@ def test_daemon_without_descriptors_accepts_later() -> None:
                 sock.close()
         assert (await answer(waiting)).error.name == "AuthenticationError"
         waiting.close()
-
-    trial(body)
 
 
 @in_loop

@@ -58,19 +58,15 @@ def secret_file(folder: Path, text: str, mode: int = 0o600) -> Path:
 # ------------------------------------------------------------------------------------------------------ what they mean
 
 
-def test_token_fits_its_role_and_a_bare_one_all() -> None:
-    tokens = Tokens(TEXT)
-    shown = ("c-token", "w-token", "a-token")
-    assert [tokens.roles_of(token) for token in shown] == [{"client"}, {"worker"}, {"admin"}]
-    assert Tokens("bare").roles_of("bare") == ROLES
+def test_token_fits_its_roles_and_a_bare_one_all() -> None:
+    tokens = Tokens(TEXT + "client:both\nworker:both")
+    shown = ("c-token", "w-token", "a-token", "both")
+    assert [tokens.roles_of(token) for token in shown] == [{"client"}, {"worker"}, {"admin"}, {"client", "worker"}]
     for wrong in ("", "c-token2", "client:c-token", "tökn"):
         assert tokens.roles_of(wrong) == frozenset()
-
-
-def test_token_of_several_lines_has_several_roles() -> None:
-    tokens = Tokens("client:both\nworker:both\nrest")
-    assert tokens.roles_of("both") == {"client", "worker"}
-    assert [tokens.of(role) for role in ("client", "admin")] == ["both", "rest"], "the one that is good for less"
+    assert Tokens("bare").roles_of("bare") == ROLES
+    of = Tokens("client:both\nworker:both\nrest").of
+    assert [of("client"), of("admin")] == ["both", "rest"], "the one that is good for less"
 
 
 @pytest.mark.parametrize("text", ["wroker:token", "client:two words", "client:", "tökn"])
