@@ -66,15 +66,11 @@ def is_hidden(name: str) -> bool:
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
     """Return the paths that match a pattern with `*`, `**`, `?` and `[...]`. Raises InvalidArgumentError."""
-    kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/]+\])", pattern)
-    expression = "".join(
-        kinds.get(part) or (part.replace("[!", "[^") if part.startswith("[") and len(part) > 2 else re.escape(part))
-        for part in parts
-    )
+    from fsspec.utils import glob_translate  # imported here: it takes 0.1 s
+
     try:
-        return list(filter(re.compile(expression).fullmatch, names))
-    except re.error as error:
+        return list(filter(re.compile(glob_translate(pattern)).match, names))
+    except (ValueError, re.error) as error:
         raise InvalidArgumentError(f"the pattern {pattern!r} must be one of fsspec's, but {error}") from None
 
 
