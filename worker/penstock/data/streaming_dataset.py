@@ -44,7 +44,7 @@ from penstock.data.formats.records.energon_folder import check_current, check_in
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of
 from penstock.data.formats.splits import EVERY_SPLIT, select_split
 from penstock.data.formats.table_marks import refuse_table, table_error
-from penstock.data.indexes.open_index import ColumnsPlace, open_index
+from penstock.data.indexes.open_index import open_index
 from penstock.data.indexes.opened_units import Units
 from penstock.data.indexes.order_layout import OrderLayout, joint_fingerprint
 from penstock.data.indexes.shard_table import ShardTable
@@ -241,7 +241,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._relieve_caches()
         indexes = [index for _, index, _ in opened]
         read = [
-            (index, *open_index(cache.index_path, index, f"{name}: {cache.index_path.name}", ColumnsPlace.of(cache)))
+            (index, *open_index(cache.index_path, index, f"{name}: {cache.index_path.name}"))
             for cache, index, (_, _, name) in zip(self._caches, indexes, remotes, strict=True)
         ]
         self._tables = [

@@ -3,7 +3,7 @@ made when it is used, because a million Shard objects would take gigabytes.
 
 msgspec parses the fields that the columns need. Of entries alike but for names, digests and numbers one is checked by
 `index.shard_of`, and so is each with an unusual field or a wrong one, which it names. The columns keep where each entry
-lies in the index and its digest, so names of files are never taken from stored columns.
+lies in the index and its digest.
 
 A *unit* decides the order and is read as a whole: a block of a file (such as a row group), or a shard without blocks. A
 *part* can be fetched without the rest of its file: a block, or else a *span* of samples (see Shard.spans).
@@ -11,11 +11,10 @@ A *unit* decides the order and is read as a whole: a block of a file (such as a 
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, overload
 
 import msgspec
@@ -42,8 +41,6 @@ from penstock.data.formats.shards import Shard, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError
 
-RELEASE = 3
-"""Version of the stored columns. Increase it when they change; those of other versions are made again."""
 RANGES, HASHED = 1, 2
 """Flags of a shard. RANGES: its parts are worth fetching one by one. HASHED: a raw file of it has a hash."""
 KEPT = 10_000
@@ -53,7 +50,6 @@ AT_ONCE = 10_000
 """Entries that are parsed at a time."""
 
 _COLUMNS = ("sizes", "starts", "begins", "lengths", "checks", "flags", "counts", "part_sizes", "part_counts")
-_HEAD = len(_COLUMNS) + 1
 _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 
 _Files = tuple[tuple[EntryFile, EntryFile | None], ...]
@@ -109,7 +105,7 @@ class ShardTable(Sequence[Shard]):
     def __init__(
         self, text: bytes | Descriptor, where: str, facts: Facts, fingerprint: str, columns: Mapping[str, Ints]
     ) -> None:
-        """Keep what `of` or `loaded` made. `text`: the index, or its open file; `where`: for errors."""
+        """Keep what `of` made. `text`: the index, or its open file; `where`: for errors."""
         self._text, self._where, self._columns = text, where, columns
         self.facts = facts
         self.fingerprint = fingerprint
@@ -185,26 +181,6 @@ class ShardTable(Sequence[Shard]):
                 kept = self._kept = {}
             kept[number] = shard
         return shard
-
-    def saved(self) -> Ints:
-        """Return the columns as one array, from which `loaded` makes the table again."""
-        about = {"release": RELEASE, "fingerprint": self.fingerprint, "facts": asdict(self.facts)}
-        text = json.dumps(about).encode()
-        parts = [np.frombuffer(text + b" " * (-len(text) % 8), np.int64), *map(self._columns.__getitem__, _COLUMNS)]
-        body = np.concatenate([np.array(list(map(len, parts))), *parts])
-        return np.append(body, _check(body))
-
-    @staticmethod
-    def loaded(saved: Ints, text: Descriptor, where: str) -> ShardTable:
-        """Return the table of saved columns. Raises ValueError, TypeError or LookupError for others."""
-        if saved.dtype != np.int64 or saved.ndim != 1 or _check(saved[:-1]) != saved[-1]:
-            raise ValueError("the stored columns are damaged")
-        about, *columns, _ = np.split(saved[_HEAD:], np.cumsum(saved[:_HEAD]))
-        known = json.loads(about.tobytes())
-        if known["release"] != RELEASE:
-            raise ValueError("another release stored the columns")
-        facts = Facts(**{**known["facts"], "formats": tuple(known["facts"]["formats"])})
-        return ShardTable(text, where, facts, known["fingerprint"], dict(zip(_COLUMNS, columns, strict=True)))
 
 
 class _Columns:
