@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError
 from penstock.proto.state.allowed_modules import module_of, under
-from penstock.proto.state.loader_names import BY_VALUE, MAIN
+from penstock.proto.state.loader_names import BY_VALUE, MAIN, name_of
 from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.control_channel import describe
@@ -76,11 +76,11 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
             target = getattr(target, part)
         except AttributeError:
             raise InputFnNotFoundError(
-                f"input_fn {spec.input_fn!r}: module {module_name!r} ({getattr(module, '__file__', '?')}) has no "
+                f"input_fn {name_of(spec)!r}: module {module_name!r} ({getattr(module, '__file__', '?')}) has no "
                 f"{qualname!r}. {UNDER_GUARD if module_name == MAIN else ANOTHER_VERSION}"
             ) from None
     if not callable(target):
-        raise InputFnNotFoundError(f"input_fn must be callable, got {spec.input_fn!r}, a {type(target).__qualname__}")
+        raise InputFnNotFoundError(f"input_fn must be callable, got {name_of(spec)!r}, a {type(target).__qualname__}")
     if spec.allow and module_name != MAIN:
         _check_module(f"input_fn {spec.input_fn!r} is defined in", _defined_in(target), spec.allow)
     return target  # type: ignore[no-any-return]
@@ -102,7 +102,7 @@ def unpacked(
         return fn, arguments.get("args", ()), arguments.get("kwargs", {})
     if not spec.sys_path:
         raise InputFnNotAllowedError(
-            f"input_fn {spec.input_fn!r} came as a pickle, which only an embedded worker accepts: put it into a module"
+            f"input_fn {name_of(spec)!r} came as a pickle, which only an embedded worker accepts: put it into a module"
         )
     sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
     from penstock.proto.state.by_value import load  # imports cloudpickle, which few loaders need
@@ -128,7 +128,7 @@ def _defined_in(target: Any) -> str:
 
 def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputFnError:
     return InputFnError(
-        f"input_fn {spec.input_fn!r}: the import of its module raised {describe(error)}",
+        f"input_fn {name_of(spec)!r}: the import of its module raised {describe(error)}",
         remote_traceback=format_remote(error),
     )
 
