@@ -84,11 +84,6 @@ class Scripted(rpc.CoordinatorServicer):
         whole = b"".join([part.data async for part in parts])
         return pb.PutBlobReply(blob=blob_name(whole))
 
-    async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: Context) -> pb.PutSnapshotReply:
-        async for _ in parts:
-            return pb.PutSnapshotReply(refused="no room")  # while the peer still sends
-        raise AssertionError
-
     async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: Context) -> AsyncIterator[pb.SnapshotPart]:
         yield pb.SnapshotPart(header=pb.SnapshotHeader(size=3))
         yield pb.SnapshotPart(data=b"xy")

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster import TOKEN, start_daemon
-from waiting import until
 
-from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.rpc.tls import host_of
 
@@ -21,13 +19,6 @@ FILES = 128
 """Descriptors that the coordinator may have, about 50 of which it needs itself."""
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """Bytes that open an HTTP/2 connection, which then may stay silent for any time."""
-
-
-def answered(client: CoordinatorClient) -> bool:
-    try:
-        return bool(client.status().version)
-    except (CoordinatorUnavailableError, DeadlineError):
-        return False
 
 
 @pytest.mark.parametrize("hello", [b"", HTTP2])
@@ -47,7 +38,8 @@ def test_silent_connections_stop_nobody(tmp_path: Path, hello: bytes) -> None:
             with suppress(OSError):  # it may have been ended already
                 peer.sendall(hello)
         assert there.status().version
-        until(lambda: answered(comes), 20)
+        assert comes.reach(20)
+        assert comes.status().version
     assert "Too many open files" not in (tmp_path / "log").read_text()
 
 

@@ -27,8 +27,8 @@ from penstock.proto.errors import (
     VersionSkewError,
 )
 from penstock.proto.rpc.bounds.message_bounds import LargeRequests, parsed_parts, parsed_request
-from penstock.proto.rpc.credentials.callers import PROOF, Caller, Callers
 from penstock.proto.rpc.credentials.roles import METHODS, READ_ONLY
+from penstock.proto.rpc.credentials.tokens import Caller, Tokens
 from penstock.proto.rpc.tls import Tls
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.rpc.wire_errors import abort, status_of
@@ -41,6 +41,8 @@ _HEALTH = f"/{health.SERVICE_NAME}/Check"
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SHOWN_NAMES = "peer_dns"
 """Property of a call with the DNS names of its certificate, and not its other ones, such as a URI or an e-mail."""
+_PROOF = "Penstock-Proof"
+"""Scheme of callers up to 0.1, which showed no token but a proof of it."""
 _SAME = "install the same release on both ends"
 MAX_SHOWN = 200
 
@@ -51,8 +53,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
     Services are added to it as to a server. gRPC's own interceptors would take a task and several awaits for each call:
     40 us, a third of gRPC's own time. `tls` names what callers' certificates must have."""
 
-    def __init__(self, callers: Callers, calls: CallCounters, tls: Tls | None = None) -> None:
-        self._callers = callers
+    def __init__(self, tokens: Tokens, calls: CallCounters, tls: Tls | None = None) -> None:
+        self._tokens = tokens
         self._calls = calls
         self._tls = tls if tls is not None and tls.ca and tls.name else None
         self._large = LargeRequests()
@@ -60,12 +62,12 @@ class AuthInterceptor(grpc.GenericRpcHandler):
 
     def _caller(self, sent: Mapping[str, Any]) -> Caller | None:
         shown = sent.get("authorization")
-        return self._callers.find(shown) if isinstance(shown, str) else None
+        return self._tokens.caller(shown) if isinstance(shown, str) else None
 
     def _refusal(self, method: str, sent: Mapping[str, Any]) -> PenstockError | None:
         caller = self._caller(sent)
         if caller is None:
-            if str(sent.get("authorization")).startswith(PROOF):
+            if str(sent.get("authorization")).startswith(_PROOF):
                 return VersionSkewError(f"the caller proves its token, as older releases do, and must send it: {_SAME}")
             said = "the token is wrong" if "authorization" in sent else "no token was sent"
             return AuthenticationError(f"{said}: set the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE at both ends")

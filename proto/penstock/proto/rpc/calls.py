@@ -42,8 +42,7 @@ from penstock.proto.rpc.addresses import refuse_clear_token
 from penstock.proto.rpc.bounds.message_bounds import bytes_channel, owned, parsed_reply
 from penstock.proto.rpc.bounds.reply_parts import BlobParts, SnapshotParts, StateParts, blob_name
 from penstock.proto.rpc.channel import CHUNK, REQUEST_MAX, connect, connect_aio
-from penstock.proto.rpc.credentials.callers import BEARER
-from penstock.proto.rpc.credentials.tokens import check_token, read_again
+from penstock.proto.rpc.credentials.tokens import BEARER, check_token, read_again
 from penstock.proto.rpc.tls import Renewing, Tls, diagnose
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.rpc.wire_errors import answer_of, closed_here, translating

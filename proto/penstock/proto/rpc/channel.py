@@ -19,7 +19,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
 from penstock.proto.rpc.addresses import grpc_target, refuse_strangers, refuse_unsafe, socket_path
 from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
-from penstock.proto.rpc.credentials.callers import Callers
 from penstock.proto.rpc.credentials.tokens import FromFile, Tokens
 from penstock.proto.rpc.tls import Renewing, Tls
 from penstock.proto.rpc.wire_errors import METADATA_MAX
@@ -193,8 +192,8 @@ async def server_aio(
     another user controls it, PortTakenError, TlsError if the certificate cannot be used."""
     refuse_strangers(listen)
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
-    callers = Callers(Tokens(tokens))
-    interceptor = AuthInterceptor(callers, calls if calls is not None else CallCounters(), tls)
+    held = Tokens(tokens)
+    interceptor = AuthInterceptor(held, calls if calls is not None else CallCounters(), tls)
     if _answers(listen):
         raise PortTakenError(f"{listen} is in use by another process: choose another path")
     limit = ("grpc.max_allowed_incoming_connections", connections_max())
@@ -219,16 +218,16 @@ async def server_aio(
     except RuntimeError as error:
         raise _why_not_bound(binding) from error
     await server.start()
-    tasks = [asyncio.create_task(_renew(callers))] if isinstance(tokens, FromFile) else []
+    tasks = [asyncio.create_task(_renew(held))] if isinstance(tokens, FromFile) else []
     if socket_path(listen) is not None:  # only this user can connect to it
         return RunningServer(server, listen, status, tasks, files)
     return RunningServer(server, f"{listen.rpartition(':')[0]}:{port}", status, tasks, files)
 
 
-async def _renew(callers: Callers) -> None:
+async def _renew(tokens: Tokens) -> None:
     while True:
         await asyncio.sleep(RENEW_S)
-        callers.renew()
+        tokens.renew()
 
 
 def _server_credentials(files: Renewing) -> grpc.ServerCredentials:

@@ -1,1 +1,1 @@
-"""Credentials of callers: tokens, their roles, the callers that show one, and lane tickets."""
+"""Credentials of callers: tokens, their roles, and lane tickets."""

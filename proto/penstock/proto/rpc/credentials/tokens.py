@@ -15,6 +15,7 @@ import hmac
 import logging
 import os
 import re
+from dataclasses import dataclass
 from typing import cast
 
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError, PenstockError
@@ -32,6 +33,9 @@ _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_MAX}}}")
 MAX_TOKEN = 4096
 """Largest number of characters in a token, which may be sent in a header of at most 64 KiB."""
 
+
+BEARER = "Bearer "
+"""Begin of the header "authorization" by which each call shows its token."""
 
 _logged: dict[str, str] = {}
 
@@ -65,11 +69,24 @@ def read_again(held: str) -> str:
     return found
 
 
+@dataclass(frozen=True)
+class Caller:
+    """Who shows a token."""
+
+    roles: frozenset[Role]
+    credential: str
+    """Name of the token, or else its digest."""
+    jobs_share_token: bool = True
+    """True if at most one token or name is valid for training jobs, so that limits for each cannot tell jobs apart."""
+
+
 class Tokens:
     """Tokens with their roles. Raises InvalidArgumentError for invalid text, AuthenticationError without a token."""
 
     def __init__(self, text: str) -> None:
         self._text = text
+        self._callers: dict[str, Caller] = {}
+        """Header "authorization" -> caller, at most one for each token."""
         self.roles: dict[bytes, frozenset[Role]] = {}
         self.names: dict[bytes, str] = {}
         """Token -> name in its lines "role/name:token"; tokens of one name count as one, and may replace each other."""
@@ -91,12 +108,13 @@ class Tokens:
             raise AuthenticationError("the token must not be empty: put one into its file or variable")
 
     def renew(self) -> bool:
-        """Read the text from its file again. Return True if it has changed."""
+        """Read the text from its file again. Return True if it has changed: removed tokens are refused from now on."""
         text = read_again(self._text)
         if text == self._text:
             return False
         renewed = Tokens(text)
         self._text, self.roles, self.names = text, renewed.roles, renewed.names
+        self._callers.clear()
         _log.info("loaded the new tokens from the file, for the roles %s", self.about)
         return True
 
@@ -106,6 +124,16 @@ class Tokens:
         for token, roles in self.roles.items():
             if hmac.compare_digest(shown.encode(), token):
                 found = roles
+        return found
+
+    def caller(self, authorization: str) -> Caller | None:
+        found = self._callers.get(authorization)
+        if found is None and authorization.startswith(BEARER):
+            token = authorization.removeprefix(BEARER)
+            if roles := self.roles_of(token):
+                jobs = {self.credential(one) for one, can in self.roles.items() if "client" in can}
+                found = Caller(roles, self.credential(token.encode()), len(jobs) < 2)
+                self._callers[authorization] = found
         return found
 
     def credential(self, token: bytes) -> str:
