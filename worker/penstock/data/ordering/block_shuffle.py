@@ -18,42 +18,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.data.ordering.permutation import Ints, Words, mix, permuted
 from penstock.data.recent import Recent
 
-RANKS = 1 << 16
-"""File runs whose places are computed at a time, which limits the memory needed."""
 Blocks = list[tuple[int, Ints]]
 """Of each block: index of the first requested position in it, and its shards."""
-
-
-@dataclass(frozen=True)
-class Consecutive:
-    """`first`, `first` + 1, ... without memory, for orders of a million shards."""
-
-    first: int
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, at: Ints) -> Ints:
-        return at + self.first
-
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ints:
-        return np.arange(self.first, self.first + self.count)
 
 
 @dataclass(frozen=True)
 class ShardParts:
     """Parts of an epoch, whole shards and pieces; arrays by part."""
 
-    shard: Ints | Consecutive
+    shard: Ints
     count: Ints
     first: Ints
     """Index in the shard's shuffled order at which the part begins; 0 for a whole shard."""
@@ -65,10 +44,8 @@ class ShardParts:
 
     @staticmethod
     def joined(parts: list[ShardParts]) -> ShardParts:
-        if len(parts) == 1:
-            return parts[0]
         return ShardParts(
-            np.concatenate([np.asarray(part.shard) for part in parts]),
+            np.concatenate([part.shard for part in parts]),
             np.concatenate([part.count for part in parts]),
             np.concatenate([part.first for part in parts]),
             np.concatenate([part.key for part in parts]),
@@ -90,9 +67,6 @@ def parts_of(
     an epoch takes from one file (`ShardedOrder`) stay neighbours."""
     count, total = len(sizes), int(sizes.sum())
     times, rest = divmod(share, total) if total else (0, 0)
-    if (times, rest) == (1, 0):
-        zeros = np.broadcast_to(np.uint64(0), count)  # needs no memory
-        return ShardParts(Consecutive(first_shard, count), sizes, zeros.view(np.int64), zeros)
     whole = np.tile(np.arange(first_shard, first_shard + count), times)
     parts = [ShardParts(whole, np.tile(sizes, times), np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64))]
     repeat, at = divmod(epoch * rest, total) if total else (0, 0)
@@ -146,8 +120,8 @@ class PartSequence:
         block. files: of each shard; None: each is one."""
         self._parts, self._sizes, self._starts = parts, sizes, starts
         self._key, self._shuffle, self._partitions, self._inner = key, shuffle, partitions, inner
-        self._part_bounds = starts if parts.count is sizes else np.concatenate([[0], np.cumsum(parts.count)])
-        self._runs: Ints | Consecutive = _runs(parts.shard, files)
+        self._part_bounds = np.concatenate([[0], np.cumsum(parts.count)])
+        self._runs = _runs(parts.shard, files)
         """First part of each file run, then the number of parts; shape (file runs + 1,)."""
         self._nested = shuffle and files is not None
         self._known = Recent[int, NestedBlocks](2 * partitions)  # the present and the next block of each partition
@@ -236,17 +210,11 @@ class PartSequence:
         return low, high, mix(self._key, partition, number)
 
     def _rank(self, at: Ints) -> Ints:
-        return np.searchsorted(self._bounds, at.astype(self._bounds.dtype), side="right") - 1
+        return np.searchsorted(self._bounds, at, side="right") - 1
 
-    def _run_bounds(self, samples: Ints) -> npt.NDArray[Any]:
-        """Return `_bounds`, computed for RANKS file runs at a time to need little memory."""
-        bounds = np.zeros(self._count + 1, np.uint32 if self._length < 1 << 32 else np.int64)
-        total = 0
-        for begin in range(0, self._count, RANKS):
-            sums = total + np.cumsum(samples[self._run_at(np.arange(begin, min(begin + RANKS, self._count)))])
-            bounds[begin + 1 : begin + 1 + len(sums)] = sums
-            total = int(sums[-1])
-        return bounds
+    def _run_bounds(self, samples: Ints) -> Ints:
+        """Return `_bounds`. `samples`: of each file run."""
+        return np.concatenate([[0], np.cumsum(samples[self._run_at(np.arange(self._count))])])
 
     def _run_at(self, ranks: Ints) -> Ints:
         return permuted(ranks, self._count, np.uint64(self._key)) if self._shuffle else ranks
@@ -272,11 +240,10 @@ class PartSequence:
         return parts, self._part_bounds[parts] + np.repeat(shift, counts)
 
 
-def _runs(shards: Ints | Consecutive, files: Ints | None) -> Ints | Consecutive:
+def _runs(shards: Ints, files: Ints | None) -> Ints:
     """Return the first part of each file run, then the number of parts."""
     if files is None or not len(shards):
-        return Consecutive(0, len(shards) + 1)
-    shards = np.asarray(shards)
+        return np.arange(len(shards) + 1)
     file = files[shards]
     # the second condition holds where an epoch repeats a file
     new = (file[1:] != file[:-1]) | (shards[1:] <= shards[:-1])
