@@ -10,7 +10,6 @@ import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -74,9 +73,6 @@ from penstock.proto.errors import (
 )
 from penstock.runtime.moved_names import says_where
 from penstock.runtime.process.ranks import distributed_ranks
-
-LISTED_BOUNDS = 1 << 14
-"""Most opened pieces whose first samples are kept in a list, which is searched faster than an array."""
 
 
 @says_where
@@ -302,12 +298,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._bounds_of_units: list[Ints] | None = None
         """Bounds of the units that are read, and of those of `layouts`: first sample of each, then the total. None: the
         same units."""
-        if any(self._units.finer) or not all(each.own for each in self.layouts):
-            order_bounds = np.concatenate([[0], np.cumsum(np.concatenate(self.sizes))])
+        order_bounds = np.concatenate([[0], np.cumsum(np.concatenate(self.sizes))])
+        if not np.array_equal(self._units.unit_bounds, order_bounds):
             self._bounds_of_units = [self._units.unit_bounds, order_bounds]
         self._reads_columns = all(reads_by_column(name) for fact in facts for name in fact.formats)
         self._reads_bulk = any({*fact.formats} - {"mds", "json", "xsv", "csv", "tsv"} for fact in facts)
-        self._set_starts()
+        self._starts: list[int] = self._units.bounds.tolist()  # for a single sample bisect is faster on a list
         if not len(self):
             raise DatasetError(f"{self.name}: the index lists no samples")
         first = 0
@@ -323,21 +319,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         """Digest of what the indexes say of all data: names, sizes and hashes of files, numbers of samples. It stays
         the same if the data are moved, or converted by `penstock data convert`."""
 
-    def _set_starts(self) -> None:
-        # For a single sample, bisect on a memoryview or list is faster than on an array. A list of a million numbers
-        # takes 40 MiB.
-        bounds = self._units.bounds
-        self._starts: Sequence[int] = bounds.tolist() if len(bounds) <= LISTED_BOUNDS else memoryview(bounds)  # type: ignore[arg-type]
-
     @property
     def sizes(self) -> list[Ints]:
         """Number of samples in each unit of `layouts`: an array for each stream."""
         return [layout.units for layout in self.layouts]
-
-    @property
-    def unit_starts(self) -> Ints | None:
-        """First sample of each unit of `layouts`, then the number of samples; None if it is not kept."""
-        return self._tables[0].starts if len(self.layouts) == 1 and self.layouts[0].own else None
 
     def sources_of(self, numbers: Ints) -> list[str]:
         """Return the name of each sample's stream."""
@@ -562,26 +547,13 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        made_again = ("_open", "_decoder", "_starts")
-        return (
-            {name: value for name, value in self.__dict__.items() if name not in made_again}
-            | {
-                "_caches": copy.deepcopy(self._caches),  # the original's may be in use
-                "layouts": [
-                    replace(each, units=each.units[:0], counts=None) if each.own else each for each in self.layouts
-                ],
-            }
-        )
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_open", "_decoder")}
+        return kept | {"_caches": copy.deepcopy(self._caches)}  # the original's may be in use
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open = OpenShards()
         self._decoder = DecodeAhead(self._decode)
-        self.layouts = [
-            replace(each, units=table.sizes, counts=table.counts) if each.own else each
-            for each, table in zip(self.layouts, self._tables, strict=True)
-        ]
-        self._set_starts()
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:

@@ -36,8 +36,6 @@ class OrderLayout:
     """A file has blocks (such as row groups) that are decoded as a whole."""
     decoded: tuple[int, int]
     """(bytes of all decoded blocks whose size is known, number of samples in these blocks)."""
-    own: bool = True
-    """The units are those of the dataset's own shards; False: of a note in the index."""
 
     @property
     def files(self) -> Ints:
@@ -63,12 +61,10 @@ class OrderLayout:
             units, counts = (np.array(note[each], np.int64).reshape(-1) for each in ("units", "files"))
             if (units < 0).any() or (counts < 0).any() or int(counts.sum()) != len(units):
                 raise ValueError("the sum of its list 'files' must be the length of its list 'units'")
-            if int(units.sum()) != int(table.starts[-1]):
-                raise ValueError(
-                    f"its list 'units' must have {int(table.starts[-1])} samples in all, got {int(units.sum())}"
-                )
+            if units.sum() != table.sizes.sum():
+                raise ValueError(f"its list 'units' must have {table.sizes.sum()} samples in all, got {units.sum()}")
             decoded = int(note["decoded"][0]), int(note["decoded"][1])
-            return OrderLayout(str(note["fingerprint"]), units, counts, bool(note["blocks"]), decoded, own=False)
+            return OrderLayout(str(note["fingerprint"]), units, counts, bool(note["blocks"]), decoded)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise DatasetError(
                 f"{name}: penstock.order in the index is invalid: {type(error).__name__}: {error}. Convert again"

@@ -49,7 +49,7 @@ KEPT = 10_000
 AT_ONCE = 10_000
 """Entries that are parsed at a time."""
 
-_COLUMNS = ("sizes", "starts", "begins", "lengths", "checks", "flags", "counts", "part_sizes", "part_counts")
+_COLUMNS = ("sizes", "begins", "lengths", "checks", "flags", "counts", "part_sizes", "part_counts")
 _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 
 _Files = tuple[tuple[EntryFile, EntryFile | None], ...]
@@ -112,8 +112,6 @@ class ShardTable(Sequence[Shard]):
         """Digest of formats, samples, and names, sizes and hashes of files."""
         self.sizes = columns["sizes"]
         """Number of samples in each unit; shape (units,)."""
-        self.starts = columns["starts"]
-        """First sample of each unit, then the number of all samples; shape (units + 1,)."""
         self.counts: Ints | None = columns["counts"] if facts.blocks else None
         """Number of units in each shard; shape (shards,). None if each shard is one unit."""
         self.parts: tuple[Ints, Ints] | None = (columns["part_sizes"], columns["part_counts"]) if facts.spans else None
@@ -283,8 +281,7 @@ class _Columns:
         return np.concatenate(self._columns[name])
 
     def arrays(self) -> dict[str, Ints]:
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._array("sizes"))])
-        self._keep(starts=starts, begins=self.begins)
+        self._keep(begins=self.begins)
         return {name: self._array(name) for name in _COLUMNS}
 
 

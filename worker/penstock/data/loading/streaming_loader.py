@@ -164,7 +164,6 @@ class StreamingLoader(PositionLoader):
             batch=batch,
             files=joined_files(layouts),
             inner=inner,
-            starts=dataset.unit_starts,
         )
         wanted = zip(dataset.stream_names, shares, strict=True)
         millionths = {cut_name(name): (round(1e6 * share / sum(shares)), 0) for name, share in wanted}

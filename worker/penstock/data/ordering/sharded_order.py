@@ -54,17 +54,17 @@ class ShardedOrder:
         batch: int = 1,
         files: Sequence[Ints] | None = None,
         inner: int | None = None,
-        starts: Ints | None = None,
     ) -> None:
         """streams: sizes of each one's shards. shares: samples of each that an epoch takes, fewer or more than it has.
         block, inner: about how many samples are shuffled together, overall and in files with several blocks; None: all
         of a partition, as `block`. interleave: units of `partitions` samples or of `batch`. files: of each shard,
-        ascending over all streams; None: each is one. starts: the property's value, if in memory already."""
+        ascending over all streams; None: each is one."""
         self._streams = [np.asarray(sizes, np.int64) for sizes in streams]
         self._shares = [int(share) for share in shares]
         one = len(self._streams) == 1
         self._sizes = self._streams[0] if one else np.concatenate([np.zeros(0, np.int64), *self._streams])
-        self._starts = np.concatenate([[0], np.cumsum(self._sizes)]) if starts is None else starts
+        self.starts: Ints = np.concatenate([[0], np.cumsum(self._sizes)])
+        """First sample of each shard, then the number of all; shape (shards + 1,)."""
         self._length = sum(self._shares)
         if not 0 < self._length < SAMPLE_LIMIT:
             raise DatasetError(
@@ -86,11 +86,6 @@ class ShardedOrder:
     def __len__(self) -> int:
         return self._length
 
-    @property
-    def starts(self) -> Ints:
-        """First sample of each shard, then the number of all; shape (shards + 1,)."""
-        return self._starts
-
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the ids at positions in [0, len(self)) of an epoch."""
         at = np.asarray(positions, np.int64)
@@ -100,7 +95,7 @@ class ShardedOrder:
         return ids
 
     def shards_of(self, ids: Ints) -> Ints:
-        return np.searchsorted(self._starts, ids, side="right") - 1
+        return np.searchsorted(self.starts, ids, side="right") - 1
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return all shards of these positions' blocks, in the order in which they are needed."""
@@ -146,7 +141,7 @@ class ShardedOrder:
         return PartSequence(
             ShardParts.joined(parts),
             self._sizes,
-            self._starts,
+            self.starts,
             key=derive_seed(self._seed, "order", group, epoch),
             shuffle=self._shuffle,
             block=self._block,
