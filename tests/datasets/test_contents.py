@@ -116,20 +116,6 @@ def test_moved_data_are_the_same(tmp_path: Path, write: Write) -> None:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_an_index_of_an_earlier_release_keeps_its_states(tmp_path: Path, write: Write) -> None:
-    write(tmp_path / "x", ROWS)
-    index_folder(tmp_path)
-    path = tmp_path / "_penstock_index.json"
-    entry = json.loads(path.read_text())
-    del entry["shards"][0]["content"]
-    path.write_text(json.dumps(entry))
-    before = StreamingDataset(tmp_path).fingerprint
-    (tmp_path / ".penstock-indexed").unlink(missing_ok=True)
-    index_folder(tmp_path)
-    assert StreamingDataset(tmp_path).fingerprint == before
-
-
-@pytest.mark.parametrize("write", WRITERS)
 def test_hashes_are_those_of_whole_files(tmp_path: Path, write: Write) -> None:
     write(tmp_path / "x", ROWS)
     index_folder(tmp_path, hashes=True)

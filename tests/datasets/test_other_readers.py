@@ -72,16 +72,6 @@ def test_old_name_is_read_until_the_folder_is_indexed_again(tmp_path: Path) -> N
     assert StreamingDataset(tmp_path).fingerprint == before
 
 
-@pytest.mark.parametrize("earlier", ["a.jsonl.penstock-index", "_a.jsonl.penstock-index"])
-def test_offsets_by_their_old_name_stay(tmp_path: Path, earlier: str) -> None:
-    """Their name is part of the identity of the order in saved states."""
-    (tmp_path / earlier).touch()
-    (tmp_path / "a.jsonl").write_text('{"i": 1}\n')
-    [shard] = index_folder(tmp_path)
-    assert [file.raw.name for file in shard.files] == ["a.jsonl", earlier]
-    assert StreamingDataset(tmp_path)[0] == {"i": 1}
-
-
 @pytest.mark.parametrize("names", [("train.jsonl", "test.jsonl"), ("train/a.jsonl", "test/b.jsonl")])
 def test_hugging_face_datasets_reads_on(tmp_path: Path, names: Sequence[str]) -> None:
     """It leaves out folders that begin with `__`, and hidden files."""

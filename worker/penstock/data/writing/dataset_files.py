@@ -3,7 +3,6 @@ whose own log says it are no such folders."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import tempfile
 import warnings
@@ -21,8 +20,6 @@ from penstock.data.formats.index import (
     SOURCE_NOTE,
     SPLITS_NOTE,
     check_name,
-    local_index,
-    read_index,
     write_index,
 )
 from penstock.data.formats.records.energon_folder import load_yaml
@@ -92,20 +89,6 @@ def with_hashes(shards: Sequence[Shard], remote: RemoteFolder, out: Path | None,
 
     with ThreadPoolExecutor(HASHED_AT_ONCE) as threads:
         return list(threads.map(hashed, shards))
-
-
-def as_before(folder: Path, shards: Sequence[Shard]) -> list[Shard]:
-    """Return the shards without digests of their content where the index in `folder` has the same files without: an
-    earlier release wrote it, and the digests would make other data of them for states that were saved with it."""
-    path, old = local_index(folder), dict[str, Shard]()
-    with contextlib.suppress(FileNotFoundError, DatasetError):
-        old = {shard.name: shard for shard in read_index(path.read_bytes(), str(path))}
-
-    def same(shard: Shard) -> bool:
-        was = old.get(shard.name)
-        return was is not None and not was.content and (was.files, was.blocks) == (shard.files, shard.blocks)
-
-    return [replace(shard, content="") if same(shard) else shard for shard in shards]
 
 
 def write_local_index(folder: Path, shards: Sequence[Shard], notes: Mapping[str, Any]) -> None:

@@ -23,7 +23,6 @@ from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.dataset_files import (
     CARD,
     DatasetFiles,
-    as_before,
     is_hidden,
     local_names,
     with_hashes,
@@ -162,7 +161,6 @@ def _index_local(
     files, named = _chosen(root, named, name, split, str(root))
     out.mkdir(parents=True, exist_ok=True)
     shards = files.completed(_joined(root, str(root), name, index_files(root, named, name, out), ranges))
-    shards = as_before(out, shards)
     shards = with_hashes(shards, RemoteFolder(root), out, 0.0) if hashes else shards
     notes = files.notes | (prepared_note(root) if name.startswith("webdataset") else {}) | saved_note(root)
     warn_of_loader(notes, str(root))

@@ -21,7 +21,6 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.dataset_files import (
     CARD,
     DatasetFiles,
-    as_before,
     is_hidden,
     local_names,
     matching,
@@ -87,7 +86,7 @@ def index_parquet(
     files = DatasetFiles.of(names, split, remote.url, card)
     if local:
         place = local if out is None else Path(out)
-        shards = as_before(place, files.completed(parquet_shards((name, local / name) for name in files.names)))
+        shards = files.completed(parquet_shards((name, local / name) for name in files.names))
         shards = with_hashes(shards, remote, None, timeout_s) if hashes else shards
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         source = {} if out is None else {SOURCE_NOTE: str(local)}

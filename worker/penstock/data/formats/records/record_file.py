@@ -67,7 +67,7 @@ def record_shard(
     """Write the file of a data file's offsets (`name` with an ending) to the index's folder `out`, and return the
     shard. `data`: for the fingerprint, None if remote; `name`: relative to the dataset's folder; `offsets`: of the
     records, and the end of the last one. Raises DatasetError if the file cannot be written."""
-    beside = offsets_name(name, out)
+    beside = offsets_name(name)
     path = out / beside
     stamp = NO_FINGERPRINT
     if data is not None:
@@ -84,13 +84,11 @@ def record_shard(
     return with_spans(Shard(format, len(offsets) - 1, files, settings=dict(settings or {})), offsets)
 
 
-def offsets_name(name: str, out: Path) -> str:
+def offsets_name(name: str) -> str:
     """Return the name of the file of offsets of the file `name`. Other libraries that read the folder leave out what
-    lies in FOLDER. Files by the names of earlier releases keep these, which are part of the order's identity in saved
-    states."""
+    lies in FOLDER."""
     folder, slash, file = name.rpartition("/")
-    earlier = (f"{folder}{slash}{before}{file}{ENDING}" for before in ("", "_"))
-    return next((each for each in earlier if (out / each).exists()), f"{folder}{slash}{FOLDER}/{file}{ENDING}")
+    return f"{folder}{slash}{FOLDER}/{file}{ENDING}"
 
 
 def offsets_shard(shard: Shard) -> Shard:
