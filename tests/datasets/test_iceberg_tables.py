@@ -24,7 +24,7 @@ from pyiceberg.table.update import AddPartitionSpecUpdate, SetDefaultSpecUpdate
 from pyiceberg.transforms import VoidTransform
 from pyiceberg.types import LongType, StringType
 
-from penstock.data import StreamingDataset, StreamingLoader, index_folder, index_table
+from penstock.data import StreamingDataset, index_folder, index_table
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.tables.iceberg import iceberg_snapshot
 from penstock.proto.errors import DatasetError, SnapshotExpiredError
@@ -247,29 +247,6 @@ def table(catalog: Any, request: pytest.FixtureRequest) -> Path:
 
 
 LIVE = [*range(1, 20, 2), *range(20, 40)]
-
-
-def test_state_goes_on_in_its_snapshot(table: Path) -> None:
-    index_table(table)
-
-    def loader(**settings: Any) -> StreamingLoader:
-        return StreamingLoader(StreamingDataset(table, **settings), batch_size=4, seed=5)
-
-    began = loader()
-    batches = iter(began)
-    before = [number for _ in range(2) for number in next(batches)["i"].tolist()]
-    state = began.state_dict()
-    change = DeleteCommit(table)
-    change.equal({"i": pyarrow.array([30, 31])}, change.data_files()[0])
-    number = change.commit()
-    index_table(table)
-    resumed = loader()
-    assert resumed.dataset.versions == [number]
-    assert [each for batch in resumed for each in batch["i"].tolist()] == [
-        each for each in LIVE if each not in (30, 31)
-    ]
-    resumed.load_state_dict(state)
-    assert before + [each for batch in resumed for each in batch["i"].tolist()] == LIVE
 
 
 def test_remote_table(table: Path, bucket: str, tmp_path: Path) -> None:

@@ -71,18 +71,6 @@ def test_order_and_state_are_those_of_one_thread() -> None:
     assert workers.take(12) == whole[0] + whole[1][:3]
 
 
-def test_the_randomness_of_a_sample_is_its_own() -> None:
-    """Make a sample's randomness independent of workers, boxes and restarts, and different in each epoch."""
-    whole = [list(loader) for loader in [loader_of(global_batch_size=6, batch_size=None)] for _ in range(2)]
-    flat = sorted(sample for epoch in whole for batch in epoch for sample in batch)
-    assert [first[0] == second[0] for first, second in zip(flat[::2], flat[1::2], strict=True)] == [True] * 50
-    assert len({noise for sample in flat for noise in sample[1:]}) == 300
-    before = AllWorkers(lambda: loader_of(global_batch_size=6, batch_size=None), (2, 2))
-    got = before.take(5)
-    after = AllWorkers(lambda: loader_of(global_batch_size=6, batch_size=None), (1, 3), before)
-    assert [*got, *after.take(7)] == whole[0] + whole[1][:3]
-
-
 def test_process_generators_are_restored() -> None:
     seed_rng(5)
     random.gauss(0, 1)
