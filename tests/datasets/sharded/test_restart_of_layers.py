@@ -238,6 +238,27 @@ def test_what_cannot_begin_anew(new: Callable[[Any], Any], options: dict[str, An
         loader.load_state_dict(old.state_dict(), layers="restart")
 
 
+def test_rows_are_read_again_by_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the positions are too large for the keys of a run whose layers stayed."""
+    data = Repeated(Documents([[0] * EACH] * SHARDS))
+
+    def loader(length: int) -> ShardLoader:
+        source = WindowShuffled(Packed(data, length=length, split=False, pad=PAD, window=5), 4)
+        return ShardLoader(source, batch_size=4, keys="keys")
+
+    old, new = loader(9), loader(20)
+    rows = iter(old)
+    state = [old.state_dict() for _ in zip(range(9), rows, strict=False)][-1]
+    key = next(rows)["keys"][0]
+    monkeypatch.setattr("penstock.data.sharded.shard_keys.LARGEST", 0)
+    new.load_state_dict(old.aggregate_state_dict([state]), layers="restart")
+    for _, batch in zip(range(9), new, strict=False):
+        for row, own in zip(batch["batch"], batch["keys"], strict=True):
+            assert new.restore_sample(own).tolist() == row.tolist()
+    with pytest.raises(StateMismatchError, match="must have the digest"):
+        new.restore_sample(key)
+
+
 def test_functions_below_repeated_stay() -> None:
     data = Documents([[0] * EACH] * SHARDS)
     old = ShardLoader(Repeated(mapped(plain, data)), seed=5, batch_size=4, collate_fn=list)

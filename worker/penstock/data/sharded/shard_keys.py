@@ -61,10 +61,13 @@ class SampleKey:
     block: int | None
 
     @staticmethod
-    def text(epoch: int, shard: int, index: int, order: str, saved: SavedPosition, block: int | None) -> str:
+    def text(
+        epoch: int, shard: int, index: int, order: str, saved: SavedPosition, block: int | None, *, alone: bool = True
+    ) -> str:
+        """`alone`: the layers lead from the shard's beginning to the sample. Not if others yielded what is before."""
         more = {} if block is None else {"block": block}
         encoded = encode_state({"saved": without_snapshots(saved), **more})
-        if len(encoded) > LARGEST:
+        if len(encoded) > LARGEST and alone:
             encoded = encode_state(more)
         return f"{epoch}.{shard}.{index}.{order}.{base64.urlsafe_b64encode(encoded).decode()}"
 

@@ -300,7 +300,7 @@ class ShardLoader(Loader):
                 cut[:SHOWN],
             )
         position = replace(position, cursors=cursors, cut=tuple(cut))
-        return {**now, "cut": [], **position.state(now["order"])}
+        return {**now, **position.state(now["order"])}
 
     def _aggregated(self, states: list[Any]) -> dict[str, Any]:
         known = self._with_all_changes(states)

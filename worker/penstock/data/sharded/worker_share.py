@@ -39,7 +39,7 @@ class SharePlan:
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
 
     def readers(self, position: ShardedPosition) -> ShardReaders:
-        epoch, endless_order = position.progress.epoch, position.endless_order
+        epoch, endless_order, alone = position.progress.epoch, position.endless_order, position.cut is None
         key: Callable[[int, int, SavedPosition], str] | None = None
         if self.keys:
 
@@ -49,7 +49,7 @@ class SharePlan:
                     position = endless_order.position_of(shard)(index)
                     stage = [stage for stage in self.stages if stage.position <= position][-1]
                     saved = as_made_before(saved, stage)
-                return SampleKey.text(epoch, shard, index, stage.order, saved, block)
+                return SampleKey.text(epoch, shard, index, stage.order, saved, block, alone=alone)
 
         position_of = None if endless_order is None else endless_order.position_of
         return ShardReaders(

@@ -35,8 +35,9 @@ from penstock.data.sharded.protocol import (
     ShardedSource,
     cursor_origin,
 )
-from penstock.proto.errors import StateMismatchError
+from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
 
+_NUMBERS = ("index", "window", "done", "offset", "piece", ANEW)
 _Levels = list[tuple[int, Mapping[str, Any]]]
 """(number of a layer from the top, its saved position without its source's), in order; twice with LEFT_OUT."""
 
@@ -114,7 +115,9 @@ class LayersRestart:
         """Divide a saved position into those of the layers, and that of the documents."""
         levels, number = _Levels(), 0
         while number < self._depth:
-            own: Mapping[str, Any] = saved or {}
+            own: Mapping[str, Any] = {} if saved is None else saved
+            if not isinstance(own, Mapping) or any(type(own.get(name, 0)) is not int for name in _NUMBERS):
+                raise StateCorruptError(f"the saved position of a layer must be a dict of integers, got {own!r:.200}")
             levels.append((number, {name: value for name, value in own.items() if name != "source"}))
             number += LEFT_OUT not in own
             saved = own.get("source")
@@ -197,6 +200,10 @@ def _numbers(cursor: Cursor) -> list[int]:
     return [int(source) for source, _ in cursor_origin(cursor).parts]
 
 
+_PLAIN: dict[Any, Any] = {"Packed": Packed, "Chunked": Chunked, "WindowShuffled": WindowShuffled}
+"""Layers without a function."""
+
+
 def _below(source: Any) -> Iterator[Any]:
     while isinstance(source, Layer):
         yield (source := source.source)
@@ -215,13 +222,12 @@ def _made(layers: Sequence[Mapping[str, Any]], below: ShardedSource, new: Sequen
         same = [one for one in new if type(one).__name__ == kind and not differences(own, one.settings())]
         if same:
             below = same[0].over(below)
-        elif kind == "Packed":
-            names = own.pop("renamed", None)
-            below = Packed(below, names=names, **{"shift": True, **own})
-        elif kind == "Chunked":
-            below = Chunked(below, **own)
-        elif kind == "WindowShuffled":
-            below = WindowShuffled(below, **own)
+        elif kind in _PLAIN:
+            names = {"names": own.pop("renamed", None), "shift": own.pop("shift", True)} if kind == "Packed" else {}
+            try:
+                below = _PLAIN[kind](below, **own, **names)
+            except (TypeError, InvalidArgumentError) as error:
+                raise StateMismatchError(f"the layers of the state must be of this version, got {described}") from error
         else:
             return None
     return below
