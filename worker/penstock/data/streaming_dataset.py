@@ -74,6 +74,9 @@ from penstock.proto.errors import (
 from penstock.runtime.moved_names import says_where
 from penstock.runtime.process.ranks import distributed_ranks
 
+_SAMPLERS = ("/torch/utils/data/sampler.py", "/torchdata/stateful_dataloader/sampler.py")
+_LOADERS = ("/torch/utils/data/dataloader.py", "/torchdata/stateful_dataloader/stateful_dataloader.py")
+
 
 @says_where
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
@@ -608,16 +611,16 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
 
 def _forbid_whole_in_ranks(name: str, caller: FrameType | None) -> None:
-    """Raise InvalidArgumentError if the length is for a sampler that torch's DataLoader made itself and iterates, in
-    one of several ranks: each of them would read all samples."""
+    """Raise InvalidArgumentError if the length is for a sampler that torch's DataLoader or torchdata's made itself and
+    iterates, in one of several ranks: each of them would read all samples."""
     while caller is not None and caller.f_code.co_name == "__len__":
         caller = caller.f_back  # of a subclass
     begins = False
-    while caller is not None and caller.f_code.co_filename == torch.utils.data.sampler.__file__:
-        begins = begins or caller.f_code.co_name == "__iter__"
+    while caller is not None and caller.f_code.co_filename.endswith(_SAMPLERS):
+        begins = begins or caller.f_code.co_name in ("__iter__", "__next__")
         caller = caller.f_back
     # a framework that divides the samples among ranks iterates torch's sampler in a file of its own
-    if not begins or caller is None or caller.f_code.co_filename != torch.utils.data.dataloader.__file__:
+    if not begins or caller is None or not caller.f_code.co_filename.endswith(_LOADERS):
         return
     known, said = distributed_ranks(), os.environ.get("WORLD_SIZE", "")
     ranks = known[1] if known is not None else int(said) if said.isdecimal() else 1
