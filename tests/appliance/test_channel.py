@@ -211,7 +211,7 @@ async def test_health_needs_no_token_and_has_no_watch() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Watch(health_pb2.HealthCheckRequest(), timeout=20).read()
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        await served.health.enter_graceful_shutdown()
+        served.health.serving = False
         reply = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
         assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
 

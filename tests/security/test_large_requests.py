@@ -150,6 +150,12 @@ def test_only_headers_above_the_cap_are_refused(call: Call) -> None:
             assert f"vs. {METADATA_MAX}" in said
 
 
+def test_a_health_check_without_a_token_is_answered_unread(cluster: Cluster, call: Call) -> None:
+    with grpc.insecure_channel(cluster.address, options=UNCAPPED) as channel:
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        check(bytes(96 * MIB), timeout=60)
+
+
 def test_a_compressed_bomb_is_not_unpacked(call: Call) -> None:
     """96 MiB of zeros, 0.1 on the wire. More would keep a slow sender busy for longer than a connection may take."""
     for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health, health_pb2  # type: ignore[import-untyped]
 
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
 from penstock.proto.rpc.addresses import grpc_target, refuse_strangers, refuse_unsafe, socket_path
@@ -147,11 +147,27 @@ def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 # ---------------------------------------------------------------------------------------------------------- server
 
 
+class Health:
+    """Answers health checks. It needs no token, so a check's body is not read: gRPC would hold one of any size."""
+
+    def __init__(self) -> None:
+        self.serving = True
+
+    async def check(self, *_: object) -> AsyncIterator[Any]:
+        yield health_pb2.HealthCheckResponse(status="SERVING" if self.serving else "NOT_SERVING")
+
+    @property
+    def handlers(self) -> dict[str, Any]:
+        """A stream is answered before its request is read, and is one message to callers of a unary call."""
+        serialise = health_pb2.HealthCheckResponse.SerializeToString
+        return {"Check": grpc.stream_stream_rpc_method_handler(self.check, response_serializer=serialise)}
+
+
 @dataclass
 class RunningServer:
     server: grpc.aio.Server
     address: str
-    health: health.aio.HealthServicer
+    health: Health
     tasks: Sequence[asyncio.Task[None]] = ()
     files: Renewing | None = None
 
@@ -159,7 +175,7 @@ class RunningServer:
         """Report NOT_SERVING, refuse new calls, and wait up to `grace_s` seconds for calls under way."""
         for task in self.tasks:
             task.cancel()
-        await self.health.enter_graceful_shutdown()
+        self.health.serving = False
         await self.server.stop(grace_s)
         # gRPC does not wait for the tasks of calls whose peers are gone, and logs a traceback for each that the end of
         # the event loop cancels.
@@ -199,9 +215,8 @@ async def server_aio(
     limit = ("grpc.max_allowed_incoming_connections", connections_max())
     server = grpc.aio.server(handlers=(interceptor,), options=(*_SERVER_OPTIONS, limit))
     register(interceptor)
-    status = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(status, interceptor)
-    await status.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    status = Health()
+    interceptor.add_registered_method_handlers(health.SERVICE_NAME, status.handlers)
     files: Renewing | None = None
     binding = listen
     try:
