@@ -4,13 +4,18 @@ Each script adds a line to a file as its body runs, so that the file tells which
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 from main_script import outcome
+
+from penstock.client.states.code_reference import CodeReference, check_guard
+from penstock.proto.errors import InvalidArgumentError
 
 TOP = """
 import os
@@ -66,6 +71,33 @@ def test_a_missing_guard_is_an_error_of_the_parent(
     )
     assert where in error, error
     assert error.rstrip().endswith(GUARD.rstrip()), error
+
+
+@pytest.mark.parametrize(
+    ("script", "guarded"),
+    [
+        ('if __name__ == "__main__":\n    train()', True),
+        ('if args and __name__ == "__main__":\n    if more:\n        train()', True),
+        ('here = __name__ == "__main__"\nif here:\n    train()', True),
+        ('train() if __name__ == "__main__" else None', True),
+        ('__name__ == "__main__" and train()', True),
+        ('if __name__ != "__main__":\n    pass\nelse:\n    train()', True),
+        ('if __name__ == "__main__":\n    pass\ntrain()', False),
+        ("log = get(__name__)\nif args:\n    train()", False),
+        ("with a, b:\n    train(\n)", False),
+    ],
+)
+def test_what_a_guard_is(script: str, guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = types.ModuleType("__main__")
+    main.__file__ = str(tmp_path / "train.py")
+    Path(main.__file__).write_text(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    line = 1 + script[: script.index("train(")].count("\n")
+    with (
+        contextlib.nullcontext() if guarded else pytest.raises(InvalidArgumentError, match=f"line {line} of it starts")
+    ):
+        check_guard(CodeReference("penstock_main:make", main.__file__, "make"), [line])
+    check_guard(CodeReference("other:make"), [line])
 
 
 def test_a_guarded_script_is_loaded_by_each_worker(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from penstock.proto.state.main_script import MAIN_NAMES, main_module
 
 RUNNER_VARIABLE = "PENSTOCK_RUNNER"
 """Environment variable that a worker sets in every process that runs user code."""
+_BRANCHES = (ast.If, ast.IfExp, ast.BoolOp)
+"""What can be a main guard."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,9 @@ def check_guard(reference: CodeReference, lines: Collection[int]) -> None:
             nodes = [*ast.walk(ast.parse(file.read()))]
     except (OSError, SyntaxError, ValueError):
         return  # no longer the script that runs here
-    guards = [node for node in nodes if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
+    assigned = [node for node in nodes if isinstance(node, ast.Assign) and _reads(node.value, {"__name__"})]
+    names = {"__name__", *(ast.unparse(target) for node in assigned for target in node.targets)}
+    guards = [node for node in nodes if isinstance(node, _BRANCHES) and _reads(getattr(node, "test", node), names)]
     for line in sorted(lines):
         if line and not any(guard.lineno <= line <= (guard.end_lineno or 0) for guard in guards):
             raise InvalidArgumentError(
@@ -205,6 +209,10 @@ def check_guard(reference: CodeReference, lines: Collection[int]) -> None:
                 "training: put that part, with all that workers do not need, under\n\n"
                 '    if __name__ == "__main__":\n'
             )
+
+
+def _reads(node: ast.AST, names: Collection[str]) -> bool:
+    return any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node))
 
 
 def search_path() -> list[str]:
