@@ -71,7 +71,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("lists", [21_000, 43_000])
+@pytest.mark.parametrize("lists", [21_000, 108_000])
 def test_costly_messages_take_a_fifth_of_the_loop(lists: int) -> None:
     """Of all children together, in packets and in memory: each message is decoded without a turn of the loop."""
 

@@ -14,6 +14,7 @@ from waiting import until
 
 from penstock.proto.errors import InputFnError, ProtocolError
 from penstock.worker.processes.control_channel import (
+    MAX_JSON,
     ControlChannel,
     ControlMessage,
     LargeMessage,
@@ -22,6 +23,7 @@ from penstock.worker.processes.control_channel import (
     packed,
     plain_detail,
 )
+from penstock.worker.processes.progress_page import ENTRIES
 
 
 def pair() -> tuple[ControlChannel, ControlChannel]:
@@ -54,7 +56,7 @@ def test_fields_payload_and_descriptors_arrive() -> None:
 
 def test_a_large_message_comes_in_memory_that_nobody_can_change() -> None:
     ours, theirs = pair()
-    payload, labels = bytes(range(256)) * 4096, {str(number): "label" for number in range(9000)}
+    payload, labels = bytes(range(256)) * 4096, {str(number): "label" for number in range(20_000)}
     read, write = os.pipe()
     ours.send("point", payload, fds=[read], labels=labels)
     # one at a time: until it is read it is nobody's memory
@@ -74,8 +76,12 @@ def test_a_large_message_comes_in_memory_that_nobody_can_change() -> None:
     ours.send("point", payload)
     with pytest.raises(ProtocolError, match="at most 9 bytes"):
         theirs.receive_packet().read(9)  # type: ignore[union-attr]
+    most = [[(1 << 64) - 1] * 3] * ENTRIES
+    ours.send("done", payload, replayed=most)
+    data, got = theirs.receive_packet().read(len(payload))  # type: ignore[union-attr]
+    assert decoded(data, [], got).fields["replayed"] == most, "the largest that a child sends"
     ours.send("point", payload, labels=labels)
-    with pytest.raises(ProtocolError, match="131072 of JSON"):
+    with pytest.raises(ProtocolError, match=f"{MAX_JSON} of JSON"):
         theirs.receive_packet().read(len(payload))  # type: ignore[union-attr]
     parts, (memory,) = packed(ControlMessage("point", {}, payload))
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)

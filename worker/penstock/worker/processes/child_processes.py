@@ -50,7 +50,7 @@ STATUS_S = 0.25
 """Seconds to wait for the fork server's report of an exit status, before the daemon looks itself."""
 TURN_S = 0.004
 """Processor time for the messages of one child until the event loop turns to all others. Most take 0.02 ms, a snapshot
-beside a thousand others 0.25 ms, and the worst JSON of MAX_JSON bytes 4 to 20 ms."""
+beside a thousand others 0.25 ms, and the worst JSON of MAX_JSON bytes 10 to 50 ms."""
 PAUSES = 4
 """Pause after TURN_S, in times of its duration, for each child that pauses."""
 LAST_MESSAGES_S = 5.0

@@ -33,9 +33,9 @@ _CAUGHT_BY_TORCH = re.compile(r"Caught \S+ in (?P<where>[^\n]+)\.\nOriginal Trac
 """Text of an exception from one of torch's worker processes, as torch raises it again."""
 _HEAD = struct.Struct("<I")  # bytes of JSON; the payload follows it. 0: all of this is in the last descriptor
 MAX_PACKET = 64 << 10
-MAX_JSON = 128 << 10
-"""Of a child's message. The largest that is correct reports an error of 20 KiB, which escapes may make six times
-longer. That of a daemon has no limit: it holds a label for each epoch."""
+MAX_JSON = 320 << 10
+"""Of a child's message. The largest that is correct has three numbers for each of the 4,096 batches that were replayed
+last. That of a daemon has no limit: it has a label for each epoch."""
 MAX_PAYLOAD = 1 << 30
 """Usually a loader's state, which the coordinator limits to 900,000,000 bytes."""
 MAX_FDS = 16
