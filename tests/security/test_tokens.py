@@ -25,6 +25,7 @@ from tests.security.conftest import SECRETS, Starter, answering
 
 from penstock.proto.errors import (
     AuthenticationError,
+    CoordinatorUnavailableError,
     InvalidArgumentError,
     NotPermittedError,
     TlsError,
@@ -275,6 +276,7 @@ async def serve(address: str) -> None:
         "open folder above",
         "folder of another user above",
         "socket of another user",
+        "no folder, where all can make one",
     ],
 )
 def test_no_token_goes_where_others_can_put_a_socket(how: str, tmp_path: Path) -> None:
@@ -291,11 +293,51 @@ def test_no_token_goes_where_others_can_put_a_socket(how: str, tmp_path: Path) -
     elif how == "socket of another user":
         path.symlink_to("/dev/null")
         os.lchown(path, 65534, 65534)
+    elif how.startswith("no folder"):
+        own.rmdir()
+        (tmp_path / "link").symlink_to(own)
+        path = tmp_path / "link" / "s"
+        own.parent.chmod(0o1777)
     else:
         (own if how == "folder that all can write to" else own.parent).chmod(0o777)
     for connect in (lambda: CoordinatorClient(f"unix:{path}", SECRET), lambda: asyncio.run(serve(f"unix:{path}"))):
         with pytest.raises(UnsafeBindError, match="pose as the coordinator"):
             connect()
+
+
+@in_loop
+async def test_no_token_goes_to_who_comes_after(tmp_path: Path) -> None:
+    """Jobs and workers wait for a coordinator whose folder in /tmp was removed, and which another user makes again. The
+    channel may have connected to that before the coordinator is back."""
+    folder, shown = tmp_path / "fleet", []
+    address = f"unix:{folder}/s"
+    tmp_path.chmod(0o1777)
+    folder.mkdir(0o700)
+
+    class Rogue(grpc.GenericRpcHandler):
+        def service(self, call: grpc.HandlerCallDetails) -> None:
+            shown.append(dict(call.invocation_metadata).get("authorization"))
+
+    async with AsyncCoordinatorClient(address, SECRET) as there, answering(address, SECRET):
+        await there.status()
+    async with AsyncCoordinatorClient(address, SECRET) as waits:
+        folder.rmdir()
+        with pytest.raises(CoordinatorUnavailableError, match="other users could make it"):
+            await waits.status()
+        folder.mkdir(0o777)
+        folder.chmod(0o777)
+        rogue = grpc.aio.server(handlers=(Rogue(),))
+        rogue.add_insecure_port(address)
+        await rogue.start()
+        await waits._channel.channel_ready()
+        with pytest.raises(CoordinatorUnavailableError, match="pose as the coordinator"):
+            await waits.status()
+        folder.rename(tmp_path / "before")
+        folder.mkdir(0o700)
+        async with answering(address, SECRET):
+            await waits.status()
+        await rogue.stop(0)
+    assert not shown
 
 
 @in_loop

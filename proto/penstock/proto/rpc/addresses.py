@@ -5,6 +5,7 @@ name first and pose as a coordinator."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -46,18 +47,28 @@ def refuse_strangers(address: str) -> None:
         return
     trusted = (os.geteuid(), 0)
     try:
-        folder = path.parent.stat()
-        if folder.st_uid not in trusted or stat.S_IMODE(folder.st_mode) & 0o022:
-            raise UnsafeBindError(
-                f"other users can write to {path.parent}, and could pose as the coordinator: choose your own folder"
-            )
+        with contextlib.suppress(FileNotFoundError):
+            path.parent.stat()  # a loop of links is an error here
         for above in _way_to(path.parent):
-            status = above.lstat()
+            try:
+                status = above.lstat()
+            except FileNotFoundError:
+                if above.parent.stat().st_mode & 0o022:  # a sticky bit does not help: it keeps what is there
+                    raise UnsafeBindError(
+                        f"{above} is not there, and other users could make it, and pose as the coordinator: choose "
+                        "another folder"
+                    ) from None
+                return
             is_open = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX and not stat.S_ISLNK(status.st_mode)
             if is_open or status.st_uid not in trusted:
                 raise UnsafeBindError(
                     f"other users can replace what is in {above}, and pose as the coordinator: choose another folder"
                 )
+        folder = path.parent.stat()
+        if folder.st_uid not in trusted or stat.S_IMODE(folder.st_mode) & 0o022:
+            raise UnsafeBindError(
+                f"other users can write to {path.parent}, and could pose as the coordinator: choose your own folder"
+            )
         if path.lstat().st_uid not in trusted:
             raise UnsafeBindError(f"{path} belongs to another user, who could pose as the coordinator: choose another")
     except FileNotFoundError:
@@ -77,7 +88,7 @@ def _way_to(folder: Path) -> Iterator[Path]:
         here = here.parent if step == ".." else here / step
         yield here
         if here.is_symlink():
-            target = here.readlink()  # a loop was an error of `stat` before
+            target = here.readlink()  # a loop was an error before
             left = [*target.parts[1 if target.is_absolute() else 0 :], *left]
             here = Path(target.anchor) if target.is_absolute() else here.parent
 

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,8 +38,9 @@ from penstock.proto.errors import (
     OverloadedError,
     PenstockError,
     TlsError,
+    UnsafeBindError,
 )
-from penstock.proto.rpc.addresses import refuse_clear_token
+from penstock.proto.rpc.addresses import refuse_clear_token, refuse_strangers
 from penstock.proto.rpc.bounds.message_bounds import bytes_channel, owned, parsed_reply
 from penstock.proto.rpc.bounds.reply_parts import BlobParts, SnapshotParts, StateParts, blob_name
 from penstock.proto.rpc.channel import CHUNK, REQUEST_MAX, connect, connect_aio
@@ -149,6 +151,8 @@ class _Client:
         self._files = None if tls is None else Renewing(tls)
         self._closed = False
         self._reached = False
+        self._displaced = False
+        """True if others could have put a socket in the coordinator's place, to which the channel then connected."""
         self._begin()
         self._open()
 
@@ -161,9 +165,22 @@ class _Client:
 
     @contextmanager
     def _guarded(self, method: str, deadline_s: float) -> Iterator[None]:
+        self._refuse_strangers(method)
         with translating(self.address, method, deadline_s, lambda: self._closed):
             yield
         self._reached = True
+
+    def _refuse_strangers(self, method: str) -> None:
+        """Raise CoordinatorUnavailableError while others could be in the coordinator's place: its folder may have gone
+        since, and a channel connects again by itself."""
+        try:
+            refuse_strangers(self.address)
+        except UnsafeBindError as error:
+            self._displaced = True
+            raise CoordinatorUnavailableError(f"{method} is not sent to the coordinator: {error.message}") from error
+        if self._displaced and not self._closed:
+            self._displaced = False
+            self._open()
 
     @property
     def _tls(self) -> Tls | None:
@@ -364,6 +381,11 @@ class CoordinatorClient(_Client):
         CoordinatorUnavailableError: a blocking channel reconnects only while a call waits for it."""
 
         def check(_: object) -> object:
+            try:
+                self._refuse_strangers("Check")
+            except CoordinatorUnavailableError:
+                time.sleep(timeout_s)
+                raise
             return self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
 
         try:

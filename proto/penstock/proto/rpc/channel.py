@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2  # type: ignore[import-untyped]
 
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
 from penstock.proto.rpc.addresses import grpc_target, refuse_strangers, refuse_unsafe, socket_path
-from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
+from penstock.proto.rpc.auth_interceptor import AuthInterceptor
 from penstock.proto.rpc.credentials.tokens import FromFile, Tokens
 from penstock.proto.rpc.tls import Renewing, Tls
 from penstock.proto.rpc.wire_errors import METADATA_MAX
