@@ -27,6 +27,10 @@ from penstock.proto.errors import ShardUnavailableError
         ("127.0.0.1", "169.254.169.254", True),
         ("10.0.0.7", "100.100.100.200", True),
         ("fd00::1", "fd00:ec2::254", True),
+        ("1.1.1.1", "64:ff9b::8.8.8.8", False),
+        ("1.1.1.1", "64:ff9b::10.0.0.7", True),
+        ("10.0.0.7", "2002:a9fe:a9fe::1", True),
+        ("1.1.1.1", "fec0::1", True),
     ],
 )
 def test_what_is_nearer(source: str, target: str, nearer: bool) -> None:

@@ -94,7 +94,7 @@ def test_dns_rebinding_is_refused(local: WebServer) -> None:
     """DNS rebinding: the browser asks us, and says the site's name."""
     for host in ("localhost:7071", "127.9.9.9:1", "[::1]:7071"):
         assert ask(local, Host=host)[0].status == 200
-    for host in ("evil.example:7071", "127.0.0.1.evil.example", "10.0.0.1", "", "["):
+    for host in ("evil.example:7071", "127.0.0.1.evil.example", "10.0.0.1", "unix:7071", "", "["):
         assert ask(local, Host=host)[0].status == 403
 
 

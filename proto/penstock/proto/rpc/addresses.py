@@ -94,7 +94,8 @@ def _way_to(folder: Path) -> Iterator[Path]:
 
 
 def is_local(address: str) -> bool:
-    if socket_path(address) is not None:
+    path = socket_path(address)
+    if path is not None and path.is_absolute():  # "unix:7071" is a port of a machine that is called unix
         return True
     host = address.rpartition(":")[0].strip("[]")
     if host == "localhost":

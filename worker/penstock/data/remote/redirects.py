@@ -29,9 +29,13 @@ METADATA = frozenset(
         "fd20:ce::254",
         "100.100.100.200",
         "168.63.129.16",
+        "192.0.0.192",
     )
 )
-"""Addresses at which clouds hand out credentials: most of them, AWS (machines, tasks, pods), Google, Alibaba, Azure."""
+"""Addresses at which clouds hand out credentials: most of them, AWS (machines, tasks, pods), Google, Alibaba, Azure,
+Oracle."""
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+"""Addresses that a network without IPv4 forwards to the IPv4 address in their last 32 bits."""
 
 
 def is_nearer(target: Address, source: Address) -> bool:
@@ -41,12 +45,15 @@ def is_nearer(target: Address, source: Address) -> bool:
 
 
 def _reach(address: Address) -> int:
-    mapped = getattr(address, "ipv4_mapped", None) or address
-    if mapped in METADATA:
+    reached: Address = address
+    if isinstance(address, ipaddress.IPv6Address):
+        nat64 = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in _NAT64 else None
+        reached = nat64 or address.ipv4_mapped or address.sixtofour or address
+    if reached in METADATA:
         return 0
-    if mapped.is_loopback or mapped.is_link_local or mapped.is_unspecified:
+    if reached.is_loopback or reached.is_link_local or reached.is_unspecified:
         return 1
-    return 3 if mapped.is_global else 2
+    return 3 if reached.is_global and not getattr(reached, "is_site_local", False) else 2
 
 
 class RedirectLimit:
