@@ -11,6 +11,7 @@ from cluster import running
 from waiting import until
 
 from penstock.client import DataExecutor, DataLoader
+from penstock.proto.state.codec import encode_state
 
 MIB = 1 << 20
 STATE = 200
@@ -27,7 +28,7 @@ def test_daemons_give_back_what_a_large_state_took(tmp_path: Path) -> None:
             loader = DataLoader(large_state.loader, STATE)
             batches = iter(DataExecutor(loader, num_steps=50, appliance=appliance))
             next(batches)
-            while len(str(loader.state_dict())) < STATE * MIB:  # the worker may have kept none yet
+            while len(encode_state(loader.state_dict())) < STATE * MIB:  # the worker may have kept none yet
                 next(batches)
             held = [own_memory(pid) for pid in daemons]
             assert held[1] > before[1] + 0.9 * STATE * MIB  # the worker answers with it
