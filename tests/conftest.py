@@ -175,8 +175,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     if "grpc" in sys.modules:
-        # Else gRPC ends its poller when the garbage collector takes the last channel of asyncio, and waits for it: after
-        # a thousand channels for ever, in one of five runs (1.74).
+        # Else gRPC ends its poller when the garbage collector takes the last channel of asyncio, and waits for it: in
+        # one of five runs for ever, after a thousand channels (1.74).
         import grpc.aio
 
         grpc.aio.init_grpc_aio()
