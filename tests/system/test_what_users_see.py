@@ -66,7 +66,7 @@ def test_a_failing_sample_is_shown_once_and_a_crash_is_short(tmp_path: Path) -> 
     status, output, error = outcome(script, os.environ)
     assert status == 1, error
     assert output.splitlines() == 2 * ["[0, 1]", "[2, 3]"]
-    said = [line for line in error.splitlines() if not line.startswith("penstock: waiting for ")]
+    said = [line for line in error.splitlines() if not line.startswith("penstock: ")]
     lines, crash = said[: said.index("caught")], said[said.index("caught") + 1 :]
     assert [line for line in lines if line.startswith("Traceback")]
     assert sum("in __getitem__" in line for line in lines) == 1
