@@ -111,3 +111,29 @@ def test_without_a_guard_if_the_loader_needs_nothing_of_the_script(tmp_path: Pat
     status, output, error, ran = run(tmp_path, LOOP.format(ROWS.format("TensorDataset")))
     assert (status, ran) == (0, ["__main__"]), error
     assert output.splitlines() == ["[tensor([0, 1])]", "[tensor([2])]"]
+
+
+def test_workers_read_the_options_of_the_training_process(tmp_path: Path) -> None:
+    """A script that parses its command line as it is loaded, with a name that is not UTF-8: as a loader by name, and by
+    value."""
+    top = """
+import argparse
+import torch
+from penstock.client import Appliance, DataLoader
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--start", type=int, default=0)
+parser.add_argument("folder")
+options = parser.parse_args()
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, index): return options.start + index, ascii(options.folder)
+
+def make():
+    return [torch.tensor(options.start)]
+"""
+    (tmp_path / "train.py").write_text(top + GUARD + LOOP.format("make") + "    " + LOOP.format("Rows(), batch_size=2"))
+    command = [sys.executable, "train.py", "--start", "7", os.fsdecode(b"\xff")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines() == ["tensor(7)", r"""[tensor([7, 8]), ("'\\udcff'", "'\\udcff'")]"""], done.stderr

@@ -32,7 +32,7 @@ from penstock.client.api.appliance_settings import (
 from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.client.api.scopes import EnteredScope
 from penstock.client.embedded import Embedded, ended_error
-from penstock.client.states.code_reference import check_guard, forbid_in_runner, main_line, search_path
+from penstock.client.states.code_reference import check_guard, command_line, forbid_in_runner, main_line, search_path
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
 from penstock.client.stream.device_reader import reader_for
@@ -362,8 +362,10 @@ class Appliance:
         spec.options.skip_poison = settings.poison == "skip"
         spec.options.synthetic = settings.synthetic
         if self.embedded:
-            # Workers of the same user on the same machine must find the modules that this process can import.
+            # Workers of the same user on the same machine must find the modules that this process can import, and a
+            # script or module that reads its options as it is loaded must read those of this process.
             spec.sys_path.extend(search_path())
+            spec.argv = command_line()
             spec.main_path = reference.main_path
         return spec
 

@@ -33,6 +33,9 @@ RUNNER_VARIABLE = "PENSTOCK_RUNNER"
 _BRANCHES = (ast.If, ast.IfExp, ast.BoolOp)
 """What can be a main guard."""
 
+MAX_COMMAND_LINE = 64 << 10
+"""A quarter of the largest request to open a run, in bytes."""
+
 
 @dataclass(frozen=True)
 class CodeReference:
@@ -218,6 +221,13 @@ def _reads(node: ast.AST, names: Collection[str]) -> bool:
 def search_path() -> list[str]:
     """Return sys.path as absolute paths, so that child processes find the same modules."""
     return list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)))
+
+
+def command_line() -> bytes:
+    """Return sys.argv, joined by NUL; b"" if a request has no room for it, as with thousands of file names. As bytes,
+    because these need not be UTF-8."""
+    joined = os.fsencode("\0".join(sys.argv))
+    return joined if len(joined) <= MAX_COMMAND_LINE else b""
 
 
 def forbid_in_runner(what: str) -> None:

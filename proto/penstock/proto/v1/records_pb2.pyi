@@ -235,6 +235,7 @@ class LoaderSpec(_message.Message):
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     MAIN_PATH_FIELD_NUMBER: _builtins.int
     SYS_PATH_FIELD_NUMBER: _builtins.int
+    ARGV_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     ALLOW_FIELD_NUMBER: _builtins.int
     ARGUMENTS_BLOB_FIELD_NUMBER: _builtins.int
@@ -248,6 +249,8 @@ class LoaderSpec(_message.Message):
     """envelope of {"args": tuple, "kwargs": dict}; embedded only: of {"by_value": pickle}"""
     main_path: _builtins.str
     """embedded only: the training script, loaded in runners under the name penstock_main"""
+    argv: _builtins.bytes
+    """embedded only: command line of the training process, joined by NUL; one that is too"""
     arguments_blob: _builtins.str
     """worker may run
     instead of `arguments` if these are large: blob with the same envelope
@@ -257,7 +260,9 @@ class LoaderSpec(_message.Message):
         """embedded only: module search path of the training process"""
 
     @_builtins.property
-    def options(self) -> Global___Options: ...
+    def options(self) -> Global___Options:
+        """long for a request is left out"""
+
     @_builtins.property
     def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """set by the worker's daemon for its children: prefixes of the modules that the"""
@@ -270,13 +275,14 @@ class LoaderSpec(_message.Message):
         arguments: _builtins.bytes = ...,
         main_path: _builtins.str = ...,
         sys_path: _abc.Iterable[_builtins.str] | None = ...,
+        argv: _builtins.bytes = ...,
         options: Global___Options | None = ...,
         allow: _abc.Iterable[_builtins.str] | None = ...,
         arguments_blob: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "arguments", b"arguments", "arguments_blob", b"arguments_blob", "input_fn", b"input_fn", "main_path", b"main_path", "options", b"options", "sys_path", b"sys_path", "title", b"title"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "arguments", b"arguments", "arguments_blob", b"arguments_blob", "argv", b"argv", "input_fn", b"input_fn", "main_path", b"main_path", "options", b"options", "sys_path", b"sys_path", "title", b"title"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
     if module_name == BY_VALUE:
         return _comes_with_arguments
     if spec.sys_path:
-        sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
+        _resemble_the_training_process(spec)
     try:
         module = _load_main(spec.main_path) if module_name == MAIN else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -104,7 +105,7 @@ def unpacked(
         raise InputFnNotAllowedError(
             f"input_fn {name_of(spec)!r} came as a pickle, which only an embedded worker accepts: put it into a module"
         )
-    sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
+    _resemble_the_training_process(spec)
     from penstock.proto.state.by_value import load  # imports cloudpickle, which few loaders need
 
     given, args, kwargs = load(arguments["by_value"], lambda: _load_main(spec.main_path))
@@ -131,6 +132,12 @@ def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputF
         f"input_fn {name_of(spec)!r}: the import of its module raised {describe(error)}",
         remote_traceback=format_remote(error),
     )
+
+
+def _resemble_the_training_process(spec: records_pb2.LoaderSpec) -> None:
+    sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
+    if spec.argv:
+        sys.argv[:] = os.fsdecode(spec.argv).split("\0")
 
 
 def _load_main(path: str) -> types.ModuleType:
