@@ -50,6 +50,11 @@ class Peer:
         file = self._settings.tokens_in(self._token_file)
         if file is None and self._announcement is not None and not self._has_other_token:
             file = Path(self._announcement.token_file)
+        if file is None and not self._is_named and not token_source():
+            raise InvalidArgumentError(
+                "no coordinator is known here: no fleet of `penstock up` and no embedded appliance of this user runs. "
+                "Start one, or give --coordinator ADDRESS and PENSTOCK_TOKEN_FILE"
+            )
         return read_token("admin", file=file)
 
     @property
