@@ -86,6 +86,18 @@ def test_runs_do_not_wait_for_each_other(world: FakeCluster) -> None:
     assert why(large).startswith(short)
 
 
+def test_a_run_that_lost_its_workers_comes_before_one_that_waits(world: FakeCluster) -> None:
+    world.worker("w", 4)
+    one, two = (opened(world, job, workers) for job, workers in (("one", 4), ("two", 2)))
+    assert placed(one, two) == [4, 0]
+    world.run_for(9.0, [one, two])
+    assert placed(one, two) == [0, 0]
+    world.worker("v", 3)
+    assert placed(one, two) == [3, 0]
+    world.worker("x", 3)
+    assert placed(one, two) == [4, 2]
+
+
 def test_runs_of_a_budget_do_not_wait_for_each_other() -> None:
     world = FakeCluster(BUDGETS)
     world.worker("w", 64)

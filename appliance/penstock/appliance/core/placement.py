@@ -73,6 +73,8 @@ class Placement:
                 room = self._cluster.free_capacity.grown, self._cluster.budgets_freed
                 if room != self._room:
                     self._room = room
+                    # What runs have lost comes first: else runs that have not started would take it.
+                    self._to_place.extend(key for key, slot in self.waiting.items() if slot.restarts)
                     self._to_place.extend(self.waiting)
                     self._stuck.clear()
                 else:
