@@ -124,7 +124,7 @@ def test_named_coordinator_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("_no_settings")
 def test_several_coordinators_are_listed() -> None:
-    with pytest.raises(InvalidArgumentError, match="no coordinator is known here: .* --coordinator ADDRESS"):
+    with pytest.raises(InvalidArgumentError, match=r"no coordinator is known here: .* --coordinator ADDRESS"):
         Peer().token()
     announce(one("a"))
     announce(one("b"))
